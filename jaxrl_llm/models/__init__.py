@@ -1,0 +1,1 @@
+"""Decoders as pure functions over a parameter tree; see `decoder.py` first."""

@@ -1,0 +1,84 @@
+"""The shape of a decoder, as data. Hashable, so it is a static argument of jitted functions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["ModelConfig", "RopeScaling", "TINY"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's piecewise stretching of rotary frequencies ("rope_type": "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int  # tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama-family decoder: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+
+    `dtype` is the compute dtype of activations and matrix products; `head_dtype` that of the operands of
+    the output head (None = `dtype`). Logits and log-sum-exp are always accumulated in f32, and both the
+    sampler and the learner read these two fields, so that they compute the same numbers.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rms_norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    max_positions: int = 2048  # tokens
+    eos_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    dtype: str = "float32"
+    head_dtype: str | None = None
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model config: num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}."
+            )
+        for name in ("dtype", "head_dtype"):
+            value = getattr(self, name)
+            if value not in ("float32", "bfloat16", "float64") and not (name == "head_dtype" and value is None):
+                raise ValueError(f"model config: {name} must be float32 or bfloat16, got {value!r}.")
+
+    @property
+    def logits_dtype(self) -> str:
+        """dtype of the operands of the head."""
+        return self.head_dtype or self.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained scalars; a tied head counts once."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        heads = 1 if self.tie_embeddings else 2
+        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+
+
+TINY = ModelConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    tie_embeddings=True,
+    max_positions=256,
+    eos_ids=(2,),
+    pad_id=0,
+)

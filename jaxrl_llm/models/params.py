@@ -1,0 +1,78 @@
+"""The parameter tree: one line a parameter gives shape, dtype, logical axes and initialiser.
+
+Initialisation, sharding, restoring, conversion and export all derive from `parameter_specs`. Every
+matrix is stored in x @ W orientation; the layers are stacked on a leading axis and scanned.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import ModelConfig
+
+__all__ = ["ParamSpec", "abstract_params", "init_params", "parameter_specs"]
+
+
+class ParamSpec(NamedTuple):
+    """One parameter: shape, logical axis of each dimension (None = never sharded), initialiser scale."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: str  # "normal" (std 1/sqrt(fan in)), "embed" (std 0.02) or "ones"
+    fan_in: int = 1
+
+
+def parameter_specs(config: ModelConfig) -> dict[str, Any]:
+    """The tree of `ParamSpec` of a model.
+
+    Logical axes: vocab, embed (the residual stream), heads, kv_heads, mlp, layers.
+    """
+    D, F, V, L = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_layers
+    Q, KV = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = {
+        "attn_norm": ParamSpec((L, D), ("layers", None), "ones"),
+        "q": ParamSpec((L, D, Q), ("layers", "embed", "heads"), "normal", D),
+        "k": ParamSpec((L, D, KV), ("layers", "embed", "kv_heads"), "normal", D),
+        "v": ParamSpec((L, D, KV), ("layers", "embed", "kv_heads"), "normal", D),
+        "o": ParamSpec((L, Q, D), ("layers", "heads", "embed"), "normal", Q),
+        "mlp_norm": ParamSpec((L, D), ("layers", None), "ones"),
+        "gate": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
+        "up": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
+        "down": ParamSpec((L, F, D), ("layers", "mlp", "embed"), "normal", F),
+    }
+    specs: dict[str, Any] = {
+        "embed": ParamSpec((V, D), ("vocab", "embed"), "embed"),
+        "layers": layer,
+        "final_norm": ParamSpec((D,), (None,), "ones"),
+    }
+    if not config.tie_embeddings:
+        specs["head"] = ParamSpec((D, V), ("embed", "vocab"), "normal", D)
+    return specs
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, ParamSpec)
+
+
+def abstract_params(config: ModelConfig, dtype: str = "float32") -> Any:
+    """The tree of `jax.ShapeDtypeStruct`."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), parameter_specs(config), is_leaf=_is_spec
+    )
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Any:
+    """Random parameters. `key` is consumed."""
+    specs, tree = jax.tree.flatten(parameter_specs(config), is_leaf=_is_spec)
+    keys = jax.random.split(key, len(specs))
+    scale = {"embed": lambda s: 0.02, "normal": lambda s: s.fan_in**-0.5}
+    leaves = [
+        jnp.ones(s.shape, dtype)
+        if s.init == "ones"
+        else (jax.random.normal(k, s.shape) * scale[s.init](s)).astype(dtype)
+        for s, k in zip(specs, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
