@@ -1,0 +1,37 @@
+"""Shared set-up: 8 virtual CPU devices, a compilation cache, strict broadcasting."""
+
+import os
+import pathlib
+import tempfile
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+_CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
+    pathlib.Path(tempfile.gettempdir()) / "jaxrl_llm_test_cache"
+)
+jax.config.update("jax_compilation_cache_dir", _CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import pytest
+
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.params import init_params
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> pathlib.Path:
+    """tests/data: vectors and golden values that the tests read."""
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def tiny_params():
+    """Random parameters of `TINY`, f32."""
+    return init_params(TINY, jax.random.key(0))
