@@ -1,4 +1,4 @@
-"""Shared set-up: 8 virtual CPU devices, a compilation cache, strict broadcasting."""
+"""Shared set-up: 8 virtual CPU devices and a compilation cache."""
 
 import os
 import pathlib
@@ -15,7 +15,6 @@ _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(
 jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import pytest
 
