@@ -1,0 +1,1 @@
+"""Benchmarks: measured figures beside the floors of the machine."""
