@@ -174,16 +174,36 @@ class TokenBatch:
 
     advantage: Array | None = None  # f32[B, T]
     returns: Array | None = None  # f32[B, T]
-    weight: Array | None = None  # f32[B, T], detached multiplier of the policy term
+    signal: Array | None = None  # bool[B, T], tokens whose advantage is defined; None means `mask`
+    weight: Array | None = None  # f32[B, T], detached multiplier of the policy term; None means 1
     counted: Array | None = None  # bool[B, T], what normalisers read; None means `mask`
     norm: Array | None = None  # f32[B, T]
     count: Array | None = None  # f32[B, T]
-    logged: dict[str, Mean] = flax.struct.field(default_factory=dict)  # data-only metrics
+    # {stage name: f32[B, T]}: norm of a penalty that brings its own, already scaled by
+    # Σ count / Σ count_p, so that the loss keeps one denominator
+    norms: dict[str, Array] = flax.struct.field(default_factory=dict)
+    # data-only metrics: Mean of f32[B, T] spread over tokens, so that rows can be split; `evaluate` sums them
+    logged: dict[str, Mean] = flax.struct.field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(B, T)."""
         return self.tokens.shape[0], self.tokens.shape[1]
+
+    def scale_weight(self, factor: Array) -> TokenBatch:
+        """Multiplies the weight of the policy term by `factor` f32[B, T]; 1 outside the mask."""
+        factor = jnp.where(self.mask, factor, 1.0)
+        return self.replace(weight=factor if self.weight is None else self.weight * factor)
+
+    def log(self, name: str, value: Array, where: Array | None = None) -> TokenBatch:
+        """Records the mean of `value` f32[B, T] over the trained tokens (and `where`).
+
+        `where` may be bool[B, T], or f32[B, T] weights: 1 / (tokens of the trajectory) makes a value
+        that is constant over trajectories count once for each of them.
+        """
+        weight = jnp.where(self.mask, 1.0 if where is None else where, 0.0)
+        mean = Mean(jnp.where(weight == 0, 0.0, value) * weight, weight)
+        return self.replace(logged={**self.logged, name: mean})
 
     @classmethod
     def from_rows(
@@ -329,12 +349,18 @@ class LossState:
     policy: Array | None = None  # f32[B, T], the negated objective of each token
     weight: Array  # f32[B, T], detached
     mask: Array  # bool[B, T], the trained tokens, for `log`
-    penalties: dict[str, tuple[Array, Array, Array]] = flax.struct.field(default_factory=dict)
+    # {stage name: (value f32[B, T], norm f32[B, T] or None)}; None means batch.norm. A norm of its own is
+    # batch.norms[name], scaled to the common denominator
+    penalties: dict[str, tuple[Array, Array | None]] = flax.struct.field(default_factory=dict)
     metrics: dict[str, Mean] = flax.struct.field(default_factory=dict)
 
     def scale_weight(self, factor: Array) -> LossState:
         """Multiplies the detached weight of the policy term; `factor` f32[B, T] is detached here."""
         return self.replace(weight=self.weight * jax.lax.stop_gradient(factor))
+
+    def penalize(self, name: str, value: Array, norm: Array | None = None) -> LossState:
+        """Adds the penalty `value` f32[B, T] (its coefficient included) under the name of its stage."""
+        return self.replace(penalties={**self.penalties, name: (value, norm)})
 
     def log(self, name: str, value: Array, where: Array | None = None) -> LossState:
         """Records the mean of `value` f32[B, T] over the trained tokens (and `where`); detached."""
