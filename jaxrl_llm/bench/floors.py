@@ -35,7 +35,7 @@ def _fastest(call: Callable[[], Any], repeats: int) -> float:
     return best
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def measure_floors(dtype: str = "float32", *, size: int = 1536, repeats: int = 5) -> Floors:
     """Measures the default device once per process and dtype; takes about a second.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,23 @@ from jaxrl_llm.models.attention import segment_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import dense
 
-__all__ = ["apply_rope", "decoder_layer", "embed", "forward", "head_weight", "rms_norm", "rope_tables"]
+__all__ = [
+    "Remat",
+    "apply_rope",
+    "decoder_layer",
+    "embed",
+    "forward",
+    "head_matrix",
+    "head_weight",
+    "rms_norm",
+    "rope_tables",
+]
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+
+# What the backward pass recomputes: nothing, all of a layer, or all but the outputs of its weight products.
+Remat = bool | Literal["dots"]
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -85,13 +98,18 @@ def decoder_layer(
 
 def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:
     """[B, T, D] in the compute dtype."""
-    return params["embed"].astype(config.dtype)[tokens]
+    # Gathered before the cast: the gradient then adds up in the dtype of the parameter.
+    return params["embed"][tokens].astype(config.dtype)
+
+
+def head_matrix(params: Any) -> Array:
+    """[D, V] output head as stored, in x @ W orientation (a tied head is transposed here)."""
+    return params["head"] if "head" in params else params["embed"].T
 
 
 def head_weight(params: Any, config: ModelConfig) -> Array:
-    """[D, V] output head in `config.logits_dtype` and x @ W orientation (a tied head is transposed here)."""
-    weight = params["head"] if "head" in params else params["embed"].T
-    return weight.astype(config.logits_dtype)
+    """[D, V] output head in `config.logits_dtype`."""
+    return head_matrix(params).astype(config.logits_dtype)
 
 
 def forward(
@@ -101,7 +119,7 @@ def forward(
     positions: Array,
     segments: Array,
     *,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -109,7 +127,8 @@ def forward(
       params: the tree of `parameter_specs`.
       tokens, positions, segments: i32[B, T]; a token attends to itself and to earlier tokens of its row
         with the same segment id; 0 is padding.
-      remat: recompute each layer in the backward pass instead of keeping its activations.
+      remat: recompute each layer in the backward pass instead of keeping its activations; "dots" keeps the
+        outputs of its products with weights and recomputes the cheap rest.
     """
     rope = rope_tables(config, positions)
 
@@ -121,6 +140,7 @@ def forward(
         return x, None
 
     if remat:
-        body = jax.checkpoint(body, prevent_cse=False)
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     x, _ = jax.lax.scan(body, embed(params, config, tokens), params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_norm_eps)

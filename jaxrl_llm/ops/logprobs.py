@@ -1,0 +1,362 @@
+"""Log-probs of tokens under the policy, without ever holding the logits of a whole batch.
+
+This is the one place that reads the hidden state at t - 1 for token t. The output head, its log-sum-exp
+and their derivatives run over chunks of positions; the logits of a chunk are recomputed in the backward
+pass, so memory grows with the chunk and not with B * T * V. Positions that nobody asked for are moved to
+the end first, and chunks that hold none but those are skipped.
+
+Local names: R row blocks (one per shard of the rows, 1 on a single device), M positions of a block, C
+positions of a chunk, D residual, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.types import PolicyOutput, TokenBatch
+
+__all__ = ["default_chunk", "head_logprobs", "policy_output", "segment_positions", "token_logprobs"]
+
+Array = jax.Array
+
+_CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MB in f32
+
+
+def default_chunk(vocab_size: int) -> int:
+    """Positions of a chunk of the head, a power of two, so that its f32 logits take about 128 MB."""
+    return min(4096, max(16, 2 ** int(math.log2(_CHUNK_ELEMENTS / vocab_size))))
+
+
+class _HeadPlan(NamedTuple):
+    """The static part of a head pass."""
+
+    dtype: str  # of the operands of the products
+    chunk: int  # C
+    entropy: bool
+
+
+def _logits(x_RCD: Array, w_DV: Array, temperature_RC: Array) -> Array:
+    """[R, C, V] in f32 (f64 stays f64), divided by the temperature."""
+    wide = jnp.promote_types(x_RCD.dtype, jnp.float32)
+    logits = jnp.einsum("rcd,dv->rcv", x_RCD, w_DV, preferred_element_type=wide)
+    return logits / temperature_RC[..., None]
+
+
+def _chunked(x: Array, chunks: int) -> Array:
+    """[R, M, ...] -> [chunks, R, C, ...]."""
+    return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+
+def _unchunked(x: Array) -> Array:
+    """[chunks, R, C, ...] -> [R, M, ...]."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _ordered(active_RM: Array) -> tuple[Array, Array]:
+    """(order, inverse) i32[R, M]: the permutation that puts active positions first, stably."""
+    order = jnp.argsort(~active_RM, axis=1, stable=True)
+    return order, jnp.argsort(order, axis=1, stable=True)
+
+
+def _take(x: Array, index_RM: Array) -> Array:
+    """x [R, M, ...] permuted along M."""
+    return jnp.take_along_axis(x, index_RM.reshape(*index_RM.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _starts(active_RM: Array, chunks: int) -> tuple[Array, Array]:
+    """First position of each chunk, and the number of positions that the fullest block needs."""
+    C = active_RM.shape[1] // chunks
+    return jnp.arange(chunks, dtype=jnp.int32) * C, jnp.max(jnp.sum(active_RM, axis=1, dtype=jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _head(plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
+    """(log-prob, entropy), [R, M] each, 0 where not active."""
+    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM)[0]
+
+
+def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
+    chunks = h_RMD.shape[1] // plan.chunk
+    order, inverse = _ordered(active_RM)
+    starts, needed = _starts(active_RM, chunks)
+    w = w_DV.astype(plan.dtype)
+    wide = jnp.promote_types(plan.dtype, jnp.float32)
+
+    def compute(x_RCD, target_RC, temperature_RC):
+        logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
+        if not plan.entropy:
+            return chosen - lse, lse, jnp.zeros_like(lse)
+        logp = logits - lse[..., None]
+        return chosen - lse, lse, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+    def skip(x_RCD, target_RC, temperature_RC):
+        zero = jnp.zeros(target_RC.shape, wide)
+        return zero, zero, zero
+
+    def body(_, chunk):
+        start, *args = chunk
+        return None, jax.lax.cond(start < needed, compute, skip, *args)
+
+    inputs = [_chunked(_take(x, order), chunks) for x in (h_RMD, targets_RM, temperature_RM)]
+    _, outputs = jax.lax.scan(body, None, (starts, *inputs))
+    logprob, lse, entropy = (_take(_unchunked(x), inverse) for x in outputs)
+    logprob = jnp.where(active_RM, logprob, 0.0)
+    entropy = jnp.where(active_RM, entropy, 0.0)
+    return (logprob, entropy), (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, lse, entropy)
+
+
+def _head_backward(plan, residuals, cotangents):
+    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, lse, entropy = residuals
+    d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents)
+    chunks = h_RMD.shape[1] // plan.chunk
+    order, inverse = _ordered(active_RM)
+    starts, needed = _starts(active_RM, chunks)
+    w = w_DV.astype(plan.dtype)
+    wide = jnp.promote_types(plan.dtype, jnp.float32)
+    V = w_DV.shape[1]
+
+    def compute(dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC):
+        x = x_RCD.astype(plan.dtype)
+        logp = _logits(x, w, temperature_RC) - lse_RC[..., None]
+        probs = jnp.exp(logp)
+        one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
+        # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
+        dz = dp_RC[..., None] * (one_hot - probs)
+        if plan.entropy:
+            dz = dz - de_RC[..., None] * probs * (logp + entropy_RC[..., None])
+        dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
+        dx_RCD = jnp.einsum("rcv,dv->rcd", dz, w, preferred_element_type=wide)
+        dw_DV = dw_DV + jnp.einsum("rcd,rcv->dv", x, dz, preferred_element_type=wide)
+        return dw_DV, dx_RCD
+
+    def skip(dw_DV, x_RCD, *_):
+        return dw_DV, jnp.zeros(x_RCD.shape, wide)
+
+    def body(dw_DV, chunk):
+        start, *args = chunk
+        return jax.lax.cond(start < needed, compute, skip, dw_DV, *args)
+
+    fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy)
+    inputs = [_chunked(_take(x, order), chunks) for x in fields]
+    dw_DV, dx = jax.lax.scan(body, jnp.zeros(w_DV.shape, wide), (starts, *inputs))
+    dh_RMD = _take(_unchunked(dx), inverse).astype(h_RMD.dtype)
+    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None
+
+
+_head.defvjp(_head_forward, _head_backward)
+
+
+def head_logprobs(
+    h_BTD: Array,
+    w_DV: Array,
+    targets: Array,
+    temperature: Array,
+    active: Array,
+    *,
+    dtype: str,
+    entropy: bool = False,
+    chunk: int | None = None,
+    blocks: int = 1,
+) -> tuple[Array, Array | None]:
+    """Log-prob (and entropy) of a target at each position, f32[B, T], 0 where not active.
+
+    Unlike the rest of the package, entry t here describes `targets[t]` given hidden state t: the caller
+    shifts. Differentiable in `h_BTD` and `w_DV`. The gradient of the weight is accumulated in f32.
+
+    Args:
+      h_BTD: hidden states after the last norm.
+      w_DV: head in x @ W orientation; may be wider than `dtype` (f32 master weights).
+      targets: i32[B, T].
+      temperature: f32[B, T], positive where active.
+      active: bool[B, T], the positions to compute.
+      dtype: of the operands of the products; accumulation and log-sum-exp are f32.
+      chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
+      blocks: the number of shards of the rows; active positions are moved together within a block only.
+    """
+    B, T, D = h_BTD.shape
+    if B % blocks:
+        raise ValueError(f"head_logprobs: {B} rows do not divide into {blocks} blocks; pad the rows.")
+    M = B // blocks * T
+    C = max(1, min((default_chunk(w_DV.shape[1]) if chunk is None else chunk) // blocks, M))
+    padding = -M % C
+
+    def block(x, fill):
+        x = x.reshape(blocks, M, *x.shape[2:])
+        widths = [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, widths, constant_values=fill) if padding else x
+
+    wide = jnp.promote_types(dtype, jnp.float32)
+    logprob, spread = _head(
+        _HeadPlan(dtype, C, entropy),
+        block(h_BTD, 0),
+        w_DV,
+        block(targets, 0),
+        block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
+        block(active, False),
+    )
+
+    def unblock(x):
+        return x[:, :M].reshape(B, T)
+
+    return unblock(logprob), unblock(spread) if entropy else None
+
+
+def segment_positions(segments: Array) -> Array:
+    """i32[B, T]: the index of each token in its own contiguous segment."""
+    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    starts = jnp.where(_continues(segments), 0, columns)
+    return columns - jax.lax.cummax(starts, axis=1)
+
+
+def _continues(segments: Array) -> Array:
+    """bool[B, T]: the token before belongs to the same segment, and neither is padding."""
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    return jnp.pad(same, ((0, 0), (1, 0)))
+
+
+def _shifted(
+    params, config, tokens, segments, positions, temperature, wanted, *, entropy, remat, chunk, blocks
+) -> tuple[Array, Array | None]:
+    """Log-prob and entropy of token t at entry t, 0 where it is not wanted or has nothing before it."""
+    hidden = forward(params, config, tokens, positions, segments, remat=remat)
+    wanted = wanted & _continues(segments)
+
+    def ahead(x):  # what describes token t moves to t - 1, where its hidden state is
+        return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+
+    def behind(x):
+        return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+
+    logprob, spread = head_logprobs(
+        hidden,
+        head_matrix(params),
+        ahead(tokens),
+        ahead(temperature),
+        ahead(wanted),
+        dtype=config.logits_dtype,
+        entropy=entropy,
+        chunk=chunk,
+        blocks=blocks,
+    )
+    return behind(logprob), None if spread is None else behind(spread)
+
+
+def policy_output(
+    params: Any,
+    config: ModelConfig,
+    batch: TokenBatch,
+    *,
+    entropy: bool = False,
+    remat: Remat = False,
+    chunk: int | None = None,
+    blocks: int = 1,
+) -> PolicyOutput:
+    """One forward pass of the policy over a batch, on the gradient tape.
+
+    Args:
+      params: the tree of `parameter_specs`; f32 master weights are cast to the compute dtype as they are used.
+      config: `dtype` and `head_dtype` set the precision.
+      batch: reads tokens, positions, segments, mask and temperature.
+      entropy: also give the entropy of the distribution that each trained token was predicted from (nats).
+      remat: what the backward pass recomputes, see `models.decoder.forward`.
+      chunk: positions of a chunk of the head; default: about 128 MB of logits.
+      blocks: shards of the rows on the mesh.
+
+    Returns:
+      `PolicyOutput` with `logprob` (and `entropy`) f32[B, T], exactly 0 outside `batch.mask`.
+    """
+    logprob, spread = _shifted(
+        params,
+        config,
+        batch.tokens,
+        batch.segments,
+        batch.positions,
+        batch.temperature,
+        batch.mask,
+        entropy=entropy,
+        remat=remat,
+        chunk=chunk,
+        blocks=blocks,
+    )
+    return PolicyOutput(logprob=logprob, entropy=spread)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _token_logprobs(params, config, tokens, segments, positions, temperature):
+    return _shifted(
+        params,
+        config,
+        tokens,
+        segments,
+        positions,
+        temperature,
+        jnp.ones(tokens.shape, bool),
+        entropy=False,
+        remat=False,
+        chunk=None,
+        blocks=1,
+    )[0]
+
+
+def token_logprobs(
+    params: Any,
+    config: ModelConfig,
+    tokens: Any,
+    segments: Any = None,
+    temperature: Any = 1.0,
+    *,
+    positions: Any = None,
+) -> Array:
+    """log p(token t | the tokens before it), f32[B, T], in nats.
+
+    Args:
+      params, config: of the model; `config.dtype` is the precision of the products.
+      tokens: i32[B, T], NumPy or JAX.
+      segments: i32[B, T]; tokens see earlier tokens of the same segment; 0 is padding. Default: each row is
+        one sequence.
+      temperature: positive; a number, f32[B] or f32[B, T]. The logits are divided by it.
+      positions: i32[B, T], for the rotary embedding. Default: counted from the start of each segment.
+
+    Returns:
+      0 at the first token of a segment, which nothing predicts, and at padding.
+
+    Raises:
+      ValueError: a shape does not fit, a token id is outside the vocabulary, or a temperature is not positive.
+    """
+    if not isinstance(tokens, jax.core.Tracer):
+        host = np.asarray(tokens)
+        if host.size and (host.min() < 0 or host.max() >= config.vocab_size):
+            raise ValueError(
+                f"token_logprobs: token ids must lie in [0, {config.vocab_size}), the vocabulary of the model; "
+                f"found {host.min()} to {host.max()}. Was the text encoded with the tokenizer of this model?"
+            )
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.ndim != 2:
+        raise ValueError(f"token_logprobs: tokens must be [B, T], got shape {tokens.shape}.")
+    shape = tokens.shape
+    for name, value in (("segments", segments), ("positions", positions)):
+        if value is not None and jnp.shape(value) != shape:
+            raise ValueError(f"token_logprobs: {name} must be {list(shape)}, got {list(jnp.shape(value))}.")
+    if jnp.shape(temperature) not in ((), shape[:1], shape):
+        raise ValueError(
+            f"token_logprobs: temperature must be a number, [{shape[0]}] or {list(shape)}, "
+            f"got {list(jnp.shape(temperature))}."
+        )
+    if not isinstance(temperature, jax.core.Tracer) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError("token_logprobs: temperature must be positive.")
+    segments = jnp.ones(shape, jnp.int32) if segments is None else jnp.asarray(segments, jnp.int32)
+    positions = segment_positions(segments) if positions is None else jnp.asarray(positions, jnp.int32)
+    temperature = jnp.asarray(temperature, jnp.promote_types(config.logits_dtype, jnp.float32))
+    temperature = temperature[:, None] if temperature.ndim == 1 else temperature
+    return _token_logprobs(params, config, tokens, segments, positions, jnp.broadcast_to(temperature, shape))
