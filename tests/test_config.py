@@ -1,0 +1,139 @@
+"""Loading of configs: strict, typed, every problem at once, before anything heavy is imported."""
+
+import dataclasses
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from jaxrl_llm.config import Config, apply_overrides, load_config, parse_config, to_yaml
+from jaxrl_llm.errors import InputError
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides):
+        path = tmp_path / "c.yaml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load
+
+
+def test_defaults_are_a_valid_config():
+    assert parse_config({}) == Config()
+
+
+def test_under_80_settings():
+    def count(cls):
+        hints = typing.get_type_hints(cls)
+        return sum(count(t) if dataclasses.is_dataclass(t) else 1 for t in hints.values())
+
+    assert count(Config) < 80
+
+
+def test_round_trip_through_yaml(load):
+    config = load("objective: {recipe: dapo, clip_high: 0.3}\nrollout: {stop: [\"\\n\"]}\noptimizer: {learning_rate: 3e-6}")
+    assert load(to_yaml(config)) == config
+    assert config.rollout.stop == ("\n",)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-6", 1e-6), ("5e-4", 5e-4), ("1e6", 1e6), ("1e+3", 1e3), ("1.0e-6", 1e-6), (".5", 0.5), ("1", 1.0), ("1_000", 1000.0)],
+)
+def test_u01_numbers(load, text, value):
+    for config in (
+        load(f"optimizer: {{learning_rate: {text}}}"),
+        load("steps: 1", f"optimizer.learning_rate={text}"),
+    ):
+        assert config.optimizer.learning_rate == value
+        assert isinstance(config.optimizer.learning_rate, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("optimizer: {learning_rate: abc}", ["c.yaml", "optimizer.learning_rate", "'abc'"]),
+        ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "finite"]),
+        ("optimizer: {learning_rate: yes}", ["optimizer.learning_rate", "'yes'"]),
+        ("steps: 0777", ["steps", "'0777'"]),
+        ("steps: 12:30:45", ["steps", "'12:30:45'"]),
+        ("steps: true", ["steps", "true"]),
+        ("steps: 1.5", ["steps", "1.5"]),
+        ("steps: 0", ["steps", "greater than 0"]),
+        ("model: {dtype: fp16}", ["model.dtype", "'float32' or 'bfloat16'", "fp16"]),
+        ("a: 1\na: 2", ["line 2", "'a'", "line 1"]),
+        ("steps: 3\noptimizer: {b1: 0.9, b1: 0.8}", ["line 2", "'b1'"]),
+        ("[1, 2]", ["mapping", "list"]),
+        ("model: [1]", ["model", "mapping", "[1]"]),
+        ("mesh: null", ["mesh", "mapping"]),
+        ("steps: [", ["line", "not valid YAML"]),
+        ("rollout: {top_p: 0.9}", ["rollout.top_p", "0.9", "1.0"]),
+        ("rollout: {top_k: 5}", ["rollout.top_k", "5"]),
+        ("rollout: {min_p: 0.1}", ["rollout.min_p"]),
+        ("rollout: {temperature: 0}", ["rollout.temperature", "greater than 0"]),
+        ("rollout: {max_tokens: 256}\nmodel: {max_context: 256}", ["rollout.max_tokens", "model.max_context"]),
+        ("rollout: {prompts: 3, group_size: 5}\nlearner: {minibatches: 2}", ["learner.minibatches", "15"]),
+        ('rollout: {stop: [""]}', ["rollout.stop", "empty"]),
+    ],
+)
+def test_u01_bad_values_name_file_key_and_value(load, text, parts):
+    with pytest.raises(InputError) as error:
+        load(text)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "path", "hint"),
+    [
+        ("optimizer: {learning_rte: 1e-6}", (), "optimizer.learning_rte", "optimizer.learning_rate"),
+        ("learning_rate: 1e-6", (), "learning_rate", "optimizer.learning_rate"),
+        ("num-epochs: 3", (), "num-epochs", "learner.epochs"),
+        ("rollout: {group-size: 3}", (), "rollout.group-size", "rollout.group_size"),
+        ("steps: 3", ("optim.lrr=1",), "optim", "optimizer"),
+        ("steps: 3", ("optimizer.lr=1",), "optimizer.lr", "learning_rate"),
+    ],
+)
+def test_u02_unknown_keys_are_refused_with_the_nearest_name(load, text, overrides, path, hint):
+    with pytest.raises(InputError) as error:
+        load(text, *overrides)
+    assert f"{path}: there is no such setting" in str(error.value)
+    assert hint in str(error.value)
+
+
+def test_u02_all_problems_at_once(load):
+    with pytest.raises(InputError) as error:
+        load("steps: ten\nseed: 1.5\nrollout: {group_size: true}\nfoo: 1")
+    for part in ("steps", "seed", "rollout.group_size", "foo"):
+        assert part in str(error.value)
+
+
+def test_overrides_do_not_touch_their_input_and_reach_recipes():
+    data = {"objective": "dapo"}
+    out = apply_overrides(data, ["objective.clip_high=0.3", "objective.stages.clip_surrogate.low=0.1"])
+    assert data == {"objective": "dapo"}
+    assert out["objective"] == {"recipe": "dapo", "clip_high": 0.3, "stages": {"clip_surrogate": {"low": 0.1}}}
+    assert apply_overrides({}, ["objective.clip_high=0.3"])["objective"] == {"recipe": "grpo", "clip_high": 0.3}
+
+
+@pytest.mark.parametrize("item", ["steps", "=3", "a..b=1", "steps.x=1", "steps=[1"])
+def test_malformed_overrides(item):
+    with pytest.raises(InputError, match="--set"):
+        apply_overrides({"steps": 3}, [item])
+
+
+def test_missing_file_lists_what_is_there(tmp_path):
+    (tmp_path / "real.yaml").write_text("steps: 1")
+    with pytest.raises(InputError, match=r"does not exist.*real\.yaml"):
+        load_config(tmp_path / "raal.yaml")
+
+
+def test_checking_a_config_imports_neither_jax_nor_the_model_code():
+    code = (
+        "import sys, jaxrl_llm.cli, jaxrl_llm.config as c; c.parse_config({});"
+        "heavy = {'jax', 'flax', 'optax', 'orbax', 'grain', 'plotly'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
