@@ -1,0 +1,112 @@
+r"""Finding the answer inside a completion.
+
+Every function is linear in the length of the text, never recursive and never evaluates anything, because
+the text is written by a policy that is paid for finding holes.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "after_thinking",
+    "answer_tag",
+    "first_line",
+    "last_boxed",
+    "last_line",
+    "mask_code_fences",
+]
+
+_BOX = re.compile(r"\\boxed[ \t\n]*\{")
+
+
+def first_line(text: str) -> str:
+    """The text up to the first line break, without surrounding blanks."""
+    return re.split(r"[\r\n]", text, maxsplit=1)[0].strip()
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank, without surrounding blanks; "" if there is none."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def after_thinking(
+    text: str, *, opened: bool = False, tags: tuple[str, str] = ("<think>", "</think>")
+) -> str | None:
+    """The part of a completion that may be graded when the model thinks aloud first.
+
+    Only what follows the last closing tag counts, and thinking that is opened again after it does not. A
+    text without any tag is returned whole, so that models that do not think are graded too.
+
+    Args:
+      text: the sampled text.
+      opened: the prompt has already opened the thinking, so a text without a closing tag is all thought.
+      tags: (opening, closing).
+
+    Returns:
+      The gradable part, or None when the thinking was never closed.
+    """
+    opening, closing = tags
+    _, closed, rest = text.rpartition(closing)
+    if closed:
+        return rest.split(opening, 1)[0]
+    return None if opened or opening in text else text
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last `\boxed{…}`, with balanced braces, stripped.
+
+    `\{` and `\}` are literal text. When the last box is not closed there is no answer: the text was cut
+    there, and an earlier box is one that the writer went on from. An empty box is no answer either.
+
+    Returns:
+      The contents, or None.
+    """
+    start = -1
+    for match in _BOX.finditer(text):
+        start = match.end()
+    if start < 0:
+        return None
+    depth, at = 1, start
+    while at < len(text):
+        char = text[at]
+        if char == "\\":
+            at += 1  # whatever follows a backslash is no brace of the markup
+        elif char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start:at].strip() or None
+        at += 1
+    return None
+
+
+def mask_code_fences(text: str) -> str:
+    """The text with every character inside ``` … ``` (fences included) replaced by a blank.
+
+    Positions are kept, so that a match in the masked text can be cut out of the original. A fence that is
+    never closed reaches to the end.
+    """
+    pieces = text.split("```")
+    masked = []
+    for index, piece in enumerate(pieces):
+        masked.append(" " * len(piece) if index % 2 else piece)
+    return "   ".join(masked)
+
+
+def answer_tag(text: str, tag: str = "answer") -> str | None:
+    """The contents of the last complete `<answer>…</answer>`, stripped; tags inside code fences do not count.
+
+    Returns:
+      The contents ("" if the block is empty), or None when there is no complete block.
+    """
+    masked = mask_code_fences(text)
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    end = masked.rfind(closing)
+    if end < 0:
+        return None
+    start = masked.rfind(opening, 0, end)
+    if start < 0:
+        return None
+    return text[start + len(opening) : end].strip()
