@@ -89,5 +89,13 @@ def render_template(
             documents=None,
             **variables,
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise InputError(f"chat template: {type(error).__name__}: {error}") from error
