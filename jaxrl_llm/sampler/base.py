@@ -1,0 +1,158 @@
+"""What a sampler takes and gives back. Read this file first.
+
+Vocabulary of this package: a *row* is one completion that is being sampled; a *slot* is one row of the
+compiled decode program; a *page* holds the keys and values of `page_size` consecutive tokens of one
+sequence in every layer; a *dispatch* is one call of the decode program, several decode steps long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl_llm.types import Prompt, StopReason
+
+__all__ = ["Completion", "SamplerStats", "SamplingParams", "TokenSampler", "as_prompts"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions are drawn.
+
+    The distribution that is drawn from is built in this order: suppressed ids and (before `min_tokens`)
+    stop ids are removed, logits are divided by `temperature`, `top_k` keeps the k best, `top_p` keeps the
+    smallest set of best tokens that holds at least that share of what top-k left (the token that crosses
+    the threshold is kept), `min_p` drops tokens less likely than min_p times the best. Ties are kept in
+    order of token id. What remains is renormalised.
+    """
+
+    max_tokens: int  # sampled tokens, at least 1
+    temperature: float = 1.0  # 0 = greedy: log-probs are raw, not trainable
+    top_p: float = 1.0  # (0, 1]; 1 = off
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0  # [0, 1]; 0 = off
+    n: int = 1  # completions of each prompt
+    stop: tuple[str, ...] = ()  # stop strings; every sampled token is kept, also those of the string
+    stop_ids: tuple[int, ...] | None = None  # None = the model's eos ids; () = none
+    min_tokens: int = 0  # stop ids are suppressed and stop strings ignored before so many sampled tokens
+    seed: int = 0
+    suppress_ids: tuple[int, ...] = ()  # never sampled
+    raw_logprobs: bool = False  # also return log-probs under the unmodified softmax (temperature 1)
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "suppress_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.stop_ids is not None:
+            object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+        rules: tuple[tuple[str, bool, str], ...] = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
+            ("n", self.n >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
+            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+        )
+        for name, good, allowed in rules:
+            if not good:
+                raise ValueError(f"SamplingParams: {name} must be {allowed}, got {getattr(self, name)!r}.")
+
+    @property
+    def greedy(self) -> bool:
+        """True at temperature 0."""
+        return self.temperature == 0
+
+    @property
+    def truncated_support(self) -> bool:
+        """True when the distribution drawn from may miss tokens (top-k, top-p, min-p)."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled answer.
+
+    `tokens` holds every token that was sampled up to the stop, a stop id and the tokens of a stop string
+    included; `text` is cut before the stop string. `logprobs` are natural log-probs under the exact
+    distribution drawn from, or raw ones for greedy decoding.
+    """
+
+    prompt: Prompt
+    index: int  # which of the n samples of the prompt
+    tokens: np.ndarray  # i32[N]
+    logprobs: np.ndarray  # f32[N]
+    stop: StopReason
+    versions: np.ndarray  # i32[N], snapshot that sampled the token
+    kv_versions: np.ndarray  # i32[N], oldest snapshot whose K/V the token attended to
+    raw_logprobs: np.ndarray | None = None  # f32[N], on request
+    text: str | None = None  # None without a tokenizer
+    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
+
+
+@dataclasses.dataclass
+class SamplerStats:
+    """What one call of `generate` did. Counts are exact and reproducible, seconds are not."""
+
+    completions: int = 0
+    tokens: int = 0  # returned
+    prompt_tokens: int = 0  # of all completions
+    prefilled_tokens: int = 0  # really computed by prefill, prompts of preempted rows included
+    prefix_hits: int = 0  # completions whose prompt was already in the pages
+    dispatches: int = 0
+    decode_steps: int = 0
+    decoded_tokens: int = 0  # sampled by live rows, also past a stop string
+    preemptions: int = 0
+    resumptions: int = 0
+    peak_pages: int = 0
+    slots: int = 0
+    pages: int = 0
+    seconds: float = 0.0
+    prepare_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Live rows / (slots x decode steps)."""
+        return self.decoded_tokens / max(1, self.slots * self.decode_steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returned tokens over the whole wall-clock time of the call."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class TokenSampler(Protocol):
+    """Anything that completes prompts with given weights."""
+
+    def generate(
+        self,
+        params: Any,
+        prompts: Sequence[Prompt | Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        version: int = 0,
+        on_progress: Callable[[SamplerStats], None] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts, the n samples of a prompt consecutive."""
+
+
+def as_prompts(prompts: Sequence[Prompt | Sequence[int]]) -> list[Prompt]:
+    """Gives token lists a uid: a stable hash of the tokens plus the occurrence number within this call."""
+    seen: dict[str, int] = {}
+    out = []
+    for prompt in prompts:
+        if not isinstance(prompt, Prompt):
+            tokens = np.asarray(prompt, np.int32).reshape(-1)
+            digest = hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=16).hexdigest()
+            occurrence = seen[digest] = seen.get(digest, -1) + 1
+            prompt = Prompt(uid=f"tokens-{digest}-{occurrence}", tokens=tokens)
+        out.append(prompt)
+    return out

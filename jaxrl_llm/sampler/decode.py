@@ -1,0 +1,353 @@
+"""The compiled programs of the sampler: prefill, insert, generate, free_resource.
+
+JetStream's four verbs as pure functions of a state; the weights are an argument of each call that
+computes with them, so a policy swap is passing another tree.
+
+The decode program always runs all `slots` rows and prefill always runs chunks of one fixed shape: a
+matrix product gives a row the same bits whatever the other rows hold, but not at another row count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
+from jaxrl_llm.sampler.paged_cache import (
+    NOBODY,
+    PagedCache,
+    chunk_attention,
+    copy_pages,
+    decode_attention,
+    init_cache,
+    read_pages,
+    write_chunk,
+    write_pages,
+    write_tokens,
+)
+from jaxrl_llm.sampler.sampling import RowSampling, draw
+
+__all__ = [
+    "DecodeState",
+    "ResultTokens",
+    "SamplingWeights",
+    "duplicate_pages",
+    "free_resource",
+    "generate",
+    "init_state",
+    "insert",
+    "load_pages",
+    "prefill",
+    "prepare_for_sampling",
+    "store_pages",
+]
+
+Array = jax.Array
+
+
+@flax.struct.dataclass(kw_only=True)
+class SamplingWeights:
+    """Weights in the form that decoding reads fastest; made by `prepare_for_sampling`."""
+
+    embed: Array  # [V, D], as in the source tree
+    layers: dict[str, Array]  # stacked, compute dtype
+    final_norm: Array  # [D]
+    head: Array  # [D, V], head dtype, x @ W orientation
+
+
+@flax.struct.dataclass(kw_only=True)
+class DecodeState:
+    """Everything that decoding carries from one dispatch to the next.
+
+    `cache` lives on the device and is donated from call to call. All other fields are small and are kept
+    as NumPy arrays on the host between dispatches, where the scheduler edits them.
+    """
+
+    cache: PagedCache
+    table: Any  # i32[slots, W], physical pages of each row
+    token: Any  # i32[slots], newest token, whose K/V are not yet in the pages
+    position: Any  # i32[slots], its position = tokens of the row in its pages
+    limit: Any  # i32[slots], tokens (prompt and sampled) at which the row must end
+    floor: Any  # i32[slots], tokens below which stop ids are suppressed
+    active: Any  # bool[slots]
+    keys: Any  # u32[slots, 2]
+    sampling: RowSampling
+
+    @property
+    def slots(self) -> int:
+        """Rows of the decode program."""
+        return self.token.shape[0]
+
+
+@flax.struct.dataclass(kw_only=True)
+class ResultTokens:
+    """What one dispatch sampled; entry [t, s] is meaningful where `valid`."""
+
+    tokens: Any  # i32[steps, slots]
+    logprobs: Any  # f32[steps, slots]
+    raw_logprobs: Any  # f32[steps, slots] or None
+    valid: Any  # bool[steps, slots]
+    steps: Any  # i32[], decode steps that ran; fewer when every row ended
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _head(params: Any, config: ModelConfig) -> Array:
+    return head_weight(params, config)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _cast(layers: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype), layers)
+
+
+def prepare_for_sampling(params: Any, config: ModelConfig) -> SamplingWeights:
+    """Copies of the weights for decoding: compute dtype, and the tied head in x @ W orientation.
+
+    Pure, once per swap. The source tree is neither kept nor changed; what needs no change is not copied.
+    """
+    layers = params["layers"]
+    if any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
+        layers = _cast(layers, config.dtype)
+    head = params.get("head")
+    if head is None or head.dtype != jnp.dtype(config.logits_dtype):
+        head = _head({name: params[name] for name in ("embed", "head") if name in params}, config)
+    return SamplingWeights(embed=params["embed"], layers=layers, final_norm=params["final_norm"], head=head)
+
+
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2))
+
+
+def init_state(config: ModelConfig, slots: int, pages: int, page_size: int, width: int) -> DecodeState:
+    """No live rows, zeroed pages; `width` is the number of pages that a row can have."""
+    if slots < 2:
+        # A product with one row takes another, in bf16 very slow, code path.
+        raise ValueError(f"sampler: slots must be at least 2, got {slots}.")
+    return DecodeState(
+        cache=_init_cache(config, pages, page_size),
+        table=np.full((slots, width), NOBODY, np.int32),
+        token=np.zeros(slots, np.int32),
+        position=np.zeros(slots, np.int32),
+        limit=np.zeros(slots, np.int32),
+        floor=np.zeros(slots, np.int32),
+        active=np.zeros(slots, bool),
+        keys=np.zeros((slots, 2), np.uint32),
+        sampling=RowSampling.uniform(slots),
+    )
+
+
+def _run_layers(weights: SamplingWeights, config: ModelConfig, tokens: Array, positions: Array, attend):
+    """(hidden [B, T, D], k [L, B, T, N, K], v) with attend(q, k, v, layer) -> [B, T, H, K]."""
+    rope = rope_tables(config, positions)
+
+    def body(x, layer):
+        weights_of_layer, index = layer
+        x, new = decoder_layer(
+            weights_of_layer, config, x, rope, lambda q, k, v: (attend(q, k, v, index), (k, v))
+        )
+        return x, new
+
+    x = embed({"embed": weights.embed}, config, tokens)
+    x, (k, v) = jax.lax.scan(body, x, (weights.layers, jnp.arange(config.num_layers)))
+    return x, k, v
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def prefill(
+    weights: SamplingWeights, config: ModelConfig, cache: PagedCache, tokens, starts, lengths, table
+) -> PagedCache:
+    """Computes one chunk of several prompts and writes its keys and values to their pages.
+
+    Args:
+      tokens: i32[R, C], C a multiple of the page size; row r holds tokens starts[r] … of its prompt.
+      starts: i32[R], multiples of the page size; the pages before must hold the earlier tokens.
+      lengths: i32[R], valid tokens in each row, 0 for an unused row.
+      table: i32[R, W], pages of each prompt.
+    """
+    R, C = tokens.shape
+    S = cache.page_size
+    blocks = jnp.max(jnp.where(lengths > 0, starts, 0)) // S
+
+    def attend(q, k, v, layer):
+        return chunk_attention(q, k, v, cache, layer, table, starts, blocks)
+
+    positions = starts[:, None] + jnp.arange(C)
+    _, k, v = _run_layers(weights, config, tokens, positions, attend)
+    columns = jnp.arange(C // S)
+    pages = jnp.take_along_axis(table, starts[:, None] // S + columns, axis=1, mode="clip")
+    return write_chunk(cache, k, v, jnp.where(columns * S < lengths[:, None], pages, NOBODY))
+
+
+def insert(
+    state: DecodeState,
+    slot: int,
+    *,
+    pages: list[int],
+    token: int,
+    position: int,
+    limit: int,
+    floor: int,
+    key: np.ndarray,
+    sampling: RowSampling,
+) -> DecodeState:
+    """Puts a row into a slot. Its pages must hold the tokens before `position`.
+
+    Args:
+      pages: physical pages of the row in order; may grow later (`DecodeState.table`).
+      token: the newest token, at `position`; the first decode step feeds it to the model.
+      limit: number of tokens, prompt included, at which the row ends.
+      floor: number of tokens, prompt included, before which stop ids are suppressed.
+      key: u32[2] of `row_key`.
+      sampling: parameters of this one row, arrays [1].
+    """
+
+    def put(array, value):
+        array = np.array(array)
+        array[slot] = value
+        return array
+
+    row = np.full(state.table.shape[1], NOBODY, np.int32)
+    row[: len(pages)] = pages
+    return dataclasses.replace(
+        state,
+        table=put(state.table, row),
+        token=put(state.token, token),
+        position=put(state.position, position),
+        limit=put(state.limit, limit),
+        floor=put(state.floor, floor),
+        active=put(state.active, True),
+        keys=put(state.keys, key),
+        sampling=jax.tree.map(lambda all_rows, one: put(all_rows, one[0]), state.sampling, sampling),
+    )
+
+
+def free_resource(state: DecodeState, slot: int) -> DecodeState:
+    """Takes a row out of its slot; its pages are the allocator's business."""
+    table, active, position = np.array(state.table), np.array(state.active), np.array(state.position)
+    table[slot], active[slot], position[slot] = NOBODY, False, 0
+    return dataclasses.replace(state, table=table, active=active, position=position)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps", "truncate", "raw"), donate_argnames="cache")
+def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, *, steps, truncate, raw):
+    slots = rows["token"].shape[0]
+    table, limit, floor = rows["table"], rows["limit"], rows["floor"]
+    S = cache.page_size
+    index = jnp.arange(slots)
+
+    def step(carry):
+        t, cache, token, position, active, out = carry
+        blocks = jnp.max(jnp.where(active, -(-position // S), 0))
+
+        def attend(q, k, v, layer):
+            return decode_attention(q, k, v, cache, layer, table, position, blocks)
+
+        x, k, v = _run_layers(weights, config, token[:, None], position[:, None], attend)
+        pages = jnp.where(active, table[index, position // S], NOBODY)
+        cache = write_tokens(cache, k[:, :, 0], v[:, :, 0], pages, position % S)
+
+        h = rms_norm(x[:, 0], weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
+        wide = jnp.promote_types(h.dtype, jnp.float32)
+        logits = jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
+        forbidden = None
+        if suppressed is not None:
+            forbidden = suppressed | (stop_ids & (position + 1 < floor)[:, None])
+        drawn = draw(
+            logits,
+            rows["keys"],
+            position + 1,
+            rows["sampling"],
+            forbidden=forbidden,
+            truncate=truncate,
+            raw=raw,
+        )
+        new = {"tokens": drawn.token, "logprobs": drawn.logprob, "valid": active}
+        if raw:
+            new["raw_logprobs"] = drawn.raw_logprob
+        out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
+        token = jnp.where(active, drawn.token, token)
+        position = jnp.where(active, position + 1, position)
+        ended = (halt[drawn.token] & (position >= floor)) | (position + 1 >= limit)
+        return t + 1, cache, token, position, active & ~ended, out
+
+    out = {
+        "tokens": jnp.zeros((steps, slots), jnp.int32),
+        "logprobs": jnp.zeros((steps, slots), jnp.float32),
+        "valid": jnp.zeros((steps, slots), bool),
+    }
+    if raw:
+        out["raw_logprobs"] = jnp.zeros((steps, slots), jnp.float32)
+    start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
+    ran, cache, token, position, active, out = jax.lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[4]), step, start
+    )
+    return cache, (token, position, active), (out, ran)
+
+
+def generate(
+    weights: SamplingWeights,
+    config: ModelConfig,
+    state: DecodeState,
+    *,
+    stop_ids: np.ndarray,
+    halt: np.ndarray,
+    suppressed: np.ndarray | None = None,
+    steps: int = 8,
+    truncate: bool = False,
+    raw: bool = False,
+) -> tuple[DecodeState, ResultTokens]:
+    """One dispatch: up to `steps` tokens of every live row. `state.cache` is donated.
+
+    Args:
+      stop_ids: bool[V], suppressed below a row's floor (read only with `suppressed`).
+      halt: bool[V], tokens that end a row on the device, at or above its floor: stop ids, and tokens that
+        are known to complete a stop string.
+      suppressed: bool[V], never sampled; None promises that nothing is ever suppressed.
+      truncate, raw: see `sampling.draw`.
+    """
+    rows = {
+        name: getattr(state, name)
+        for name in ("table", "token", "position", "limit", "floor", "active", "keys", "sampling")
+    }
+    cache, carried, results = _generate(
+        weights,
+        config,
+        state.cache,
+        *jax.device_put((rows, stop_ids, halt, suppressed)),
+        steps=steps,
+        truncate=truncate,
+        raw=raw,
+    )
+    (token, position, active), (out, ran) = jax.device_get((carried, results))
+    state = dataclasses.replace(state, cache=cache, token=token, position=position, active=active)
+    return state, ResultTokens(
+        tokens=out["tokens"],
+        logprobs=out["logprobs"],
+        raw_logprobs=out.get("raw_logprobs"),
+        valid=out["valid"],
+        steps=int(ran),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def duplicate_pages(cache: PagedCache, source, target) -> PagedCache:
+    """Copy on write: page source[i] is copied to page target[i], i32[M]."""
+    return copy_pages(cache, source, target)
+
+
+@jax.jit
+def store_pages(cache: PagedCache, pages) -> tuple[Array, Array]:
+    """Pages i32[M] as (k, v), [L, M, N, S, K] each, to be kept in host memory."""
+    return read_pages(cache, pages)
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def load_pages(cache: PagedCache, k, v, pages) -> PagedCache:
+    """The inverse of `store_pages`, to possibly other pages."""
+    return write_pages(cache, k, v, pages)

@@ -1,0 +1,38 @@
+"""Stop strings, matched on the bytes of the sampled tokens, so that token boundaries do not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["StopStrings"]
+
+
+class StopStrings:
+    """Finds stop strings in growing byte strings.
+
+    A stop string counts where it ends within the sampled text, however the tokenizer has cut it. Every
+    token that was sampled up to there is kept.
+    """
+
+    def __init__(self, stop: tuple[str, ...], tokenizer: Any, vocab_size: int):
+        """Reads the bytes of every token once; `tokenizer` has `vocab_size` and `token_bytes(id)`."""
+        self.strings = stop
+        self._needles = [s.encode() for s in stop]
+        known = min(vocab_size, tokenizer.vocab_size)
+        self._bytes = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab_size - known)
+        # Tokens that contain a stop string end a row wherever they appear: the device can tell by itself.
+        self.complete = np.array([any(n in b for n in self._needles) for b in self._bytes], bool)
+
+    def push(self, text: bytearray, token: int) -> bool:
+        """Appends a token to `text`; True when a stop string now ends in that token."""
+        before = len(text)
+        text += self._bytes[token]
+        return any(text.find(n, max(0, before - len(n) + 1)) >= 0 for n in self._needles)
+
+    def cut(self, text: str, kept: str) -> str:
+        """`text` up to the first stop string that ends after the prefix `kept`."""
+        ends = [text.find(s, max(0, len(kept) - len(s) + 1)) for s in self.strings]
+        ends = [end for end in ends if end >= 0]
+        return text[: min(ends)] if ends else text
