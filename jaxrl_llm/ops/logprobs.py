@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,19 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
-__all__ = ["default_chunk", "head_logprobs", "policy_output", "segment_positions", "token_logprobs"]
+__all__ = [
+    "Entropy",
+    "default_chunk",
+    "head_logprobs",
+    "policy_output",
+    "segment_positions",
+    "token_logprobs",
+]
 
 Array = jax.Array
+
+# Entropy: not computed, on the gradient tape, or computed for reporting only (no gradient flows through it).
+Entropy = bool | Literal["detached"]
 
 _CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MB in f32
 
@@ -40,7 +50,7 @@ class _HeadPlan(NamedTuple):
 
     dtype: str  # of the operands of the products
     chunk: int  # C
-    entropy: bool
+    entropy: Entropy
 
 
 def _logits(x_RCD: Array, w_DV: Array, temperature_RC: Array) -> Array:
@@ -133,7 +143,7 @@ def _head_backward(plan, residuals, cotangents):
         one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
         # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
         dz = dp_RC[..., None] * (one_hot - probs)
-        if plan.entropy:
+        if plan.entropy is True:
             dz = dz - de_RC[..., None] * probs * (logp + entropy_RC[..., None])
         dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
         dx_RCD = jnp.einsum("rcv,dv->rcd", dz, w, preferred_element_type=wide)
@@ -165,7 +175,7 @@ def head_logprobs(
     active: Array,
     *,
     dtype: str,
-    entropy: bool = False,
+    entropy: Entropy = False,
     chunk: int | None = None,
     blocks: int = 1,
 ) -> tuple[Array, Array | None]:
@@ -257,7 +267,7 @@ def policy_output(
     config: ModelConfig,
     batch: TokenBatch,
     *,
-    entropy: bool = False,
+    entropy: Entropy = False,
     remat: Remat = False,
     chunk: int | None = None,
     blocks: int = 1,
@@ -268,7 +278,8 @@ def policy_output(
       params: the tree of `parameter_specs`; f32 master weights are cast to the compute dtype as they are used.
       config: `dtype` and `head_dtype` set the precision.
       batch: reads tokens, positions, segments, mask and temperature.
-      entropy: also give the entropy of the distribution that each trained token was predicted from (nats).
+      entropy: also give the entropy of the distribution that each trained token was predicted from (nats);
+        "detached" gives it for reporting, off the gradient tape, which makes the backward pass cheaper.
       remat: what the backward pass recomputes, see `models.decoder.forward`.
       chunk: positions of a chunk of the head; default: about 128 MB of logits.
       blocks: shards of the rows on the mesh.

@@ -1,0 +1,1 @@
+"""The learner: state, scoring, one jitted update step."""

@@ -1,0 +1,105 @@
+"""Rows of a batch: padding with inert ones, splitting into micro-batches and minibatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.rules import batch_shardings
+from jaxrl_llm.types import TokenBatch
+
+__all__ = ["check_micro_batch_rows", "micro_batches", "minibatches", "pad_rows", "place_batch"]
+
+Array = jax.Array
+
+
+def _is_rows(x: Array) -> bool:
+    """Per-token arrays of a batch are at least [B, T]; everything else is a scalar."""
+    return x.ndim >= 2
+
+
+def pad_rows(batch: TokenBatch, multiple: int) -> TokenBatch:
+    """Adds rows until B is a multiple of `multiple`.
+
+    An added row is all padding: segment 0, mask, norm and count 0. It changes no sum, no metric and no gradient.
+    """
+    extra = -batch.shape[0] % multiple
+    if not extra:
+        return batch
+
+    def pad(x):
+        return jnp.pad(x, [(0, extra), *[(0, 0)] * (x.ndim - 1)]) if _is_rows(x) else x
+
+    padded = jax.tree.map(pad, batch)
+    temperature = jnp.pad(batch.temperature, [(0, extra), (0, 0)], constant_values=1.0)
+    return dataclasses.replace(padded, temperature=temperature)  # logits are divided by it
+
+
+def micro_batches(
+    batch: TokenBatch, rows: int, mesh: Mesh | None = None
+) -> tuple[list[Array], Callable[[list[Array]], TokenBatch]]:
+    """(per-token arrays, each [K, rows, T, …], a function that makes a batch of one slice of them).
+
+    B must be a multiple of `rows`. Micro-batch k holds the consecutive rows k·rows … (k+1)·rows - 1, so pairs
+    of rows stay together when `rows` is even. On a mesh the rows of each micro-batch are split over it.
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    split = [x.reshape(-1, rows, *x.shape[1:]) for x in leaves if _is_rows(x)]
+    if mesh is not None:
+        split = jax.lax.with_sharding_constraint(split, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+
+    def rebuild(slices: list[Array]) -> TokenBatch:
+        remaining = iter(slices)
+        return jax.tree.unflatten(tree, [next(remaining) if _is_rows(x) else x for x in leaves])
+
+    return split, rebuild
+
+
+def check_micro_batch_rows(rows: int | None, shards: int) -> None:
+    """Raises ValueError unless the rows of a micro-batch divide evenly over the mesh."""
+    if rows is not None and (rows < 1 or rows % shards):
+        raise ValueError(
+            f"micro_batch_rows={rows} must be a positive multiple of {shards}, the number of shards that the mesh "
+            f"splits rows into (data x fsdp)."
+        )
+
+
+def place_batch(batch: TokenBatch, mesh: Mesh | None) -> TokenBatch:
+    """The batch on the mesh, rows split over data and fsdp (inert rows are added where they do not divide)."""
+    if mesh is None:
+        return batch
+    batch = pad_rows(batch, batch_shards(mesh))
+    return jax.device_put(batch, batch_shardings(batch, mesh))
+
+
+def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> list[TokenBatch]:
+    """Splits a prepared batch into `number` batches for as many optimiser updates.
+
+    Args:
+      batch: prepared; norm and count of the minibatches stay those that `prepare` wrote for the whole batch.
+      number: at most B. Rows are dealt out evenly; the last minibatch is padded with inert rows when B does not
+        divide, so every row is trained on once.
+      key: shuffles the rows first; consumed. None keeps their order.
+
+    Raises:
+      ValueError: more minibatches than rows.
+    """
+    B = batch.shape[0]
+    if not 1 <= number <= B:
+        raise ValueError(
+            f"minibatches: {number} minibatches of a batch of {B} rows; choose between 1 and {B}."
+        )
+    if key is not None:
+        order = jax.random.permutation(key, B)
+        batch = jax.tree.map(lambda x: x[order] if _is_rows(x) else x, batch)
+    size = -(-B // number)
+    batch = pad_rows(batch, size * number)
+    return [
+        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if _is_rows(x) else x, batch)
+        for i in range(number)
+    ]

@@ -1,0 +1,79 @@
+"""The learner's state: how it begins and how a train step ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
+from jaxrl_llm.transforms.base import LossTransform
+from jaxrl_llm.types import LearnerState
+
+__all__ = ["finish_train_step", "init_state"]
+
+
+def _master(x: jax.Array) -> jax.Array:
+    """Small updates round away in bf16, so parameters are kept in f32 (f64 stays f64)."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    objective: LossTransform,
+    *,
+    key: jax.Array,
+    reference: bool = False,
+    config: ModelConfig | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> LearnerState:
+    """The state before the first train step.
+
+    Args:
+      params: of the model, cast to f32 where they are narrower. On a single device the state takes them over
+        without a copy, and the update step donates its state: **do not use `params` after the first update**.
+      optimizer: any optax transformation.
+      objective: a chain; its initial state is stored by stage name.
+      key: PRNG key, stored in the state.
+      reference: keep a frozen copy of the parameters (never aliased with the trained ones), for objectives
+        that read `logprob_reference`.
+      config, mesh, rules: with a mesh the state is created in its shards; `config` is then required.
+
+    Raises:
+      ValueError: a mesh without a config, or a parameter that does not fit the mesh.
+    """
+
+    def build(params, key):
+        params = jax.tree.map(_master, params)
+        return LearnerState(
+            version=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=optimizer.init(params),
+            objective_state=objective.init(),
+            reference=jax.tree.map(jnp.copy, params) if reference else None,
+            key=key,
+            skipped=jnp.zeros((), jnp.int32),
+        )
+
+    if mesh is None:
+        return build(params, key)
+    if config is None:
+        raise ValueError(
+            "init_state: a mesh needs config=, which says along which axes each parameter may be split."
+        )
+    shardings = state_shardings(jax.eval_shape(build, params, key), optimizer, config, mesh, rules)
+    placed = jax.device_put(params, shardings.params)
+    return jax.jit(build, out_shardings=shardings)(placed, jax.device_put(key, shardings.key))
+
+
+def finish_train_step(state: LearnerState) -> LearnerState:
+    """The state after all updates of one rollout batch: snapshot `version + 1`."""
+    return dataclasses.replace(state, version=state.version + 1)

@@ -1,0 +1,208 @@
+"""One optimiser step as one jitted function: the learner's only way to change parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm.learner.optimizer import applied_learning_rate
+from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.ops.logprobs import policy_output
+from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
+from jaxrl_llm.transforms.base import LossTransform, needed_fields
+from jaxrl_llm.transforms.evaluate import evaluate
+from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
+
+__all__ = ["Metrics", "Policy", "apply_gradients", "make_prepare", "make_update_step"]
+
+Array = jax.Array
+Metrics = dict[str, Mean]
+Policy = Callable[[Any, TokenBatch], PolicyOutput]
+
+
+def make_prepare(
+    objective: LossTransform, mesh: Mesh | None = None
+) -> Callable[[TokenBatch, dict[str, Any]], tuple[TokenBatch, dict[str, Any]]]:
+    """prepare(batch, objective_state) -> (batch, objective_state), jitted; once a rollout batch.
+
+    On a mesh the rows are split over it first; sums over groups and over the batch are global.
+    """
+    jitted = jax.jit(objective.prepare)
+
+    def prepare(batch: TokenBatch, state: dict[str, Any]) -> tuple[TokenBatch, dict[str, Any]]:
+        return jitted(place_batch(batch, mesh), state)
+
+    return prepare
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation, state: LearnerState, grads: Any, usable: Array
+) -> LearnerState:
+    """The state after one optimiser step, or, where `usable` bool[] is False, after a skipped one.
+
+    A skipped step leaves parameters, moments and the count of the schedule as they are and adds 1 to `skipped`.
+    """
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(usable, new, old), (params, opt_state), (state.params, state.opt_state)
+    )
+    skipped = state.skipped + jnp.where(usable, 0, 1).astype(jnp.int32)
+    return dataclasses.replace(state, params=params, opt_state=opt_state, skipped=skipped)
+
+
+def _scalar(value: Array) -> Mean:
+    """A figure that is not a mean over tokens, in the form of the others."""
+    return Mean(value.astype(jnp.float32), jnp.ones((), jnp.float32))
+
+
+def make_update_step(
+    objective: LossTransform,
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    *,
+    micro_batch_rows: int | None = None,
+    remat: Remat = True,
+    chunk: int | None = None,
+    entropy: bool = True,
+    rules: Rules = DEFAULT_RULES,
+    policy: Policy | None = None,
+    donate: bool = True,
+) -> Callable[[LearnerState, TokenBatch], tuple[LearnerState, Metrics]]:
+    """Builds step(state, batch) -> (state, metrics), one jitted optimiser step.
+
+    The batch is cut into micro-batches of rows; their gradients and metrics are added up in f32 by a scan and
+    divided once by the denominator of the whole batch. So the split changes memory and nothing else.
+
+    **The state is consumed**: its buffers are donated and `state.params` cannot be read after the call.
+    Whoever else holds the parameters (a sampler, a snapshot being written) takes them from the new state.
+
+    A step whose gradient is not finite, or whose batch has nothing to train on, is skipped: see
+    `apply_gradients`.
+
+    Args:
+      objective: a complete chain; the batch must come from its `prepare`.
+      config: of the model; `dtype` is the precision of the products. Master weights, gradients and moments
+        are f32.
+      optimizer: any optax transformation, clipping included (it sees the whole gradient once).
+      mesh: None = one device.
+      micro_batch_rows: rows of one forward and backward pass, a multiple of the shards of the rows; None =
+        the whole batch at once. When the rows do not divide, inert ones are added.
+      remat: what the backward pass recomputes, see `models.decoder.forward`.
+      chunk: positions of a chunk of the head.
+      entropy: report the mean entropy, also when the objective does not need it (costs one more pass over
+        the logits of a chunk in the forward pass).
+      rules: logical axis -> mesh axis.
+      policy: replaces the decoder: policy(params, micro_batch) -> PolicyOutput. For tests and for models of
+        one's own.
+      donate: False keeps the state that was passed in alive, at the price of a second copy.
+
+    Returns:
+      step. Its metrics are `Mean`s: those of `evaluate`, and
+        loss                 loss of the batch
+        grad_norm            global norm of the gradient before clipping
+        learning_rate        of the last update that was applied, when the optimizer records it (`make_optimizer` does)
+        skipped              1 when the step was skipped
+        trained_tokens       tokens with a gradient
+        logprob_gap_max      largest |current - behavior| of a trained token (nats), with behavior log-probs
+    """
+    shards = batch_shards(mesh)
+    check_micro_batch_rows(micro_batch_rows, shards)
+    wants_entropy = "entropy" in needed_fields(objective)
+
+    def run_policy(params, micro):
+        if policy is not None:
+            return policy(params, micro)
+        return policy_output(
+            params,
+            config,
+            micro,
+            entropy=True if wants_entropy else ("detached" if entropy else False),
+            remat=remat,
+            chunk=chunk,
+            blocks=shards,
+        )
+
+    def pinned(tree, shardings):
+        return tree if mesh is None else jax.lax.with_sharding_constraint(tree, shardings)
+
+    def update(state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
+        shardings = None if mesh is None else state_shardings(state, optimizer, config, mesh, rules)
+        param_shardings = None if shardings is None else shardings.params
+        rows = micro_batch_rows or batch.shape[0]
+        split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
+
+        def loss_sum(params, slices):
+            micro = rebuild(slices)
+            output = run_policy(params, micro)
+            result = evaluate(objective, output, micro, state.objective_state)
+            return result.loss_sum, (result, _extremes(output, micro))
+
+        def gradients(slices):
+            grads, outputs = jax.grad(loss_sum, has_aux=True)(state.params, slices)
+            return pinned(grads, param_shardings), outputs
+
+        if split[0].shape[0] == 1:  # no second gradient tree in memory
+            grads, outputs = gradients([x[0] for x in split])
+            outputs = jax.tree.map(lambda x: x[None], outputs)
+        else:
+
+            def body(total, slices):
+                grads, outputs = gradients(slices)
+                return jax.tree.map(jnp.add, total, grads), outputs
+
+            zeros = pinned(jax.tree.map(jnp.zeros_like, state.params), param_shardings)
+            grads, outputs = jax.lax.scan(body, zeros, split)
+        results, extremes = outputs
+        total, denominator, metrics = jax.tree.map(
+            lambda x: jnp.sum(x, axis=0), (results.loss_sum, results.denominator, results.metrics)
+        )
+
+        trained = denominator > 0
+        scale = jnp.where(trained, 1.0 / jnp.where(trained, denominator, 1.0), 0.0)
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        grad_norm = optax.global_norm(grads)
+        usable = trained & jnp.isfinite(grad_norm) & jnp.isfinite(total)
+
+        new = apply_gradients(optimizer, state, grads, usable)
+        advanced = objective.update(state.objective_state, metrics)
+        objective_state = jax.tree.map(
+            lambda after, before: jnp.where(usable, after, before), advanced, state.objective_state
+        )
+        new = dataclasses.replace(new, objective_state=objective_state)
+        metrics = metrics | {
+            "loss": Mean(total, denominator),
+            "grad_norm": _scalar(grad_norm),
+            "skipped": _scalar(~usable),
+            "trained_tokens": _scalar(jnp.sum(batch.mask)),
+            **{name: _scalar(jnp.max(value)) for name, value in extremes.items()},
+        }
+        rate = applied_learning_rate(new.opt_state)
+        if rate is not None:
+            metrics["learning_rate"] = _scalar(rate)
+        return pinned(new, shardings), metrics
+
+    jitted = jax.jit(update, donate_argnums=0 if donate else ())
+
+    def step(state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
+        return jitted(state, place_batch(batch, mesh))
+
+    return step
+
+
+def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
+    """Figures that merge by the maximum."""
+    if micro.logprob_behavior is None:
+        return {}
+    gap = jnp.where(micro.mask, jnp.abs(output.logprob - micro.logprob_behavior), 0.0)
+    return {"logprob_gap_max": jax.lax.stop_gradient(jnp.max(gap))}

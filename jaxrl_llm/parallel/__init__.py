@@ -1,0 +1,1 @@
+"""Meshes, sharding rules and transfers of parameter trees."""

@@ -1,0 +1,53 @@
+"""Device meshes with the three axes of the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+__all__ = ["AXES", "BATCH_AXES", "batch_shards", "make_mesh"]
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")  # rows are split over both; parameters over fsdp and tensor
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of `data` × `fsdp` × `tensor` devices.
+
+    Args:
+      data: copies of the parameters, each with rows of its own.
+      fsdp: shards of the parameters that also have rows of their own.
+      tensor: shards of the parameters that work on the same rows.
+      devices: default: the first data × fsdp × tensor of `jax.devices()`.
+
+    Raises:
+      ValueError: a size is not positive, or there are not that many devices.
+    """
+    sizes = (data, fsdp, tensor)
+    if min(sizes) < 1:
+        raise ValueError(f"make_mesh: data, fsdp and tensor must be at least 1, got {sizes}.")
+    needed = math.prod(sizes)
+    available = list(jax.devices() if devices is None else devices)
+    if needed > len(available) or (devices is not None and needed != len(available)):
+        raise ValueError(
+            f"make_mesh: data={data} x fsdp={fsdp} x tensor={tensor} takes {needed} devices, "
+            f"{len(available)} are given. Choose sizes whose product is {len(available)}."
+        )
+    # Auto: the compiler places intermediate values. (jax.make_mesh would default to Explicit axes.)
+    types = (AxisType.Auto,) * len(AXES)
+    if devices is None and needed == len(available):
+        return jax.make_mesh(
+            sizes, AXES, axis_types=types
+        )  # neighbours in the mesh are neighbours in the network
+    return Mesh(np.asarray(available[:needed], dtype=object).reshape(sizes), AXES, axis_types=types)
+
+
+def batch_shards(mesh: Mesh | None) -> int:
+    """Into how many shards the rows of a batch are split."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in BATCH_AXES)

@@ -1,0 +1,140 @@
+"""From logical axes (what a dimension is) to mesh axes (where it is split). Strict: nothing is guessed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.parallel.mesh import BATCH_AXES
+from jaxrl_llm.types import LearnerState, TokenBatch
+
+__all__ = [
+    "DEFAULT_RULES",
+    "Rules",
+    "batch_shardings",
+    "param_shardings",
+    "partition_spec",
+    "replicated",
+    "state_shardings",
+]
+
+Rules = Mapping[str, str | tuple[str, ...] | None]
+
+DEFAULT_RULES: Rules = {
+    "layers": None,  # scanned over, so every device walks through all of them
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+
+def partition_spec(axes: tuple[str | None, ...], rules: Rules = DEFAULT_RULES) -> PartitionSpec:
+    """The mesh axes of one array.
+
+    Args:
+      axes: logical axis of each dimension; None = never split.
+      rules: logical axis -> mesh axis, several mesh axes, or None.
+
+    Raises:
+      ValueError: a logical axis has no rule, or one mesh axis would split two dimensions.
+    """
+    unknown = [axis for axis in axes if axis is not None and axis not in rules]
+    if unknown:
+        raise ValueError(
+            f"sharding rules: no rule for the logical axis {unknown[0]!r} of {axes}. "
+            f"Known: {', '.join(sorted(rules))}. Add it, with None for an axis that is never split."
+        )
+    spec = PartitionSpec(*(None if axis is None else rules[axis] for axis in axes))
+    used: list[str] = []
+    for entry in spec:
+        used += [entry] if isinstance(entry, str) else list(entry or ())
+    for name in used:
+        if used.count(name) > 1:
+            raise ValueError(
+                f"sharding rules: mesh axis {name!r} would split two dimensions of one array: "
+                f"logical axes {axes} map to {spec}. Give one of the two another mesh axis or None."
+            )
+    return spec
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A full copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _sharding(name: str, spec: ParamSpec, mesh: Mesh, rules: Rules) -> NamedSharding:
+    sharding = NamedSharding(mesh, partition_spec(spec.axes, rules))
+    for axis, size, entry in zip(spec.axes, spec.shape, sharding.spec, strict=True):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        shards = 1
+        for mesh_axis in names:
+            if mesh_axis not in mesh.shape:
+                raise ValueError(
+                    f"sharding rules: {axis!r} maps to {mesh_axis!r}, which is not an axis of the mesh "
+                    f"({', '.join(mesh.axis_names)})."
+                )
+            shards *= mesh.shape[mesh_axis]
+        if size % shards:
+            raise ValueError(
+                f"sharding rules: parameter {name} has {size} entries along {axis!r}, which do not divide "
+                f"into {shards} shards of mesh axis {entry!r}. Choose another size for {entry!r}."
+            )
+    return sharding
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
+    """The tree of `NamedSharding` of a model's parameters.
+
+    Raises:
+      ValueError: see `partition_spec`; or a dimension does not divide into its shards.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: _sharding(jax.tree_util.keystr(path), spec, mesh, rules),
+        parameter_specs(config),
+        is_leaf=lambda x: isinstance(x, ParamSpec),
+    )
+
+
+def state_shardings(
+    state: LearnerState,
+    optimizer: optax.GradientTransformation,
+    config: ModelConfig,
+    mesh: Mesh,
+    rules: Rules = DEFAULT_RULES,
+) -> LearnerState:
+    """The shardings of a learner state: moments lie where their parameters lie, scalars everywhere.
+
+    Args:
+      state: arrays or `jax.ShapeDtypeStruct`s.
+      optimizer: the one whose state is in `state`.
+    """
+    params = param_shardings(config, mesh, rules)
+    everywhere = replicated(mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    rest = jax.tree.map(
+        lambda _: everywhere, dataclasses.replace(state, params=None, opt_state=None, reference=None)
+    )
+    return dataclasses.replace(
+        rest, params=params, opt_state=opt_state, reference=None if state.reference is None else params
+    )
+
+
+def batch_shardings(batch: TokenBatch, mesh: Mesh) -> TokenBatch:
+    """Rows split over the batch axes of the mesh; scalars everywhere."""
+    rows, everywhere = NamedSharding(mesh, PartitionSpec(BATCH_AXES)), replicated(mesh)
+    return jax.tree.map(lambda x: rows if x.ndim >= 2 else everywhere, batch)
