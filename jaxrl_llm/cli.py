@@ -191,7 +191,7 @@ def _train(args: Train) -> int:
     run = _run_folder(args)
     from jaxrl_llm.train import train
 
-    return train(config, run, resume=args.resume, invocation=args.config)
+    return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
 
 
 def _run_folder(args: Train) -> pathlib.Path:

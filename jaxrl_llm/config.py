@@ -20,7 +20,7 @@ import yaml
 
 from jaxrl_llm.errors import InputError
 
-__all__ = ["Config", "apply_overrides", "load_config", "parse_config", "read_yaml", "to_yaml"]
+__all__ = ["Config", "apply_overrides", "as_data", "flatten", "load_config", "parse_config", "read_yaml", "to_yaml"]
 
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -187,7 +187,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader subclass
+        return yaml.load(text, _Loader)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -358,6 +358,22 @@ def load_config(path: str | pathlib.Path, overrides: typing.Sequence[str] = ()) 
     return parse_config(apply_overrides(read_yaml(path), overrides), str(path))
 
 
+def as_data(config: Config) -> dict[str, Any]:
+    """The config as plain JSON data."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def flatten(data: typing.Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{full key path: value} of nested mappings."""
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            out |= flatten(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out
+
+
 def to_yaml(config: Config) -> str:
     """The resolved config as YAML, every setting in full; `load_config` reads it back to an equal value."""
-    return yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(config))), sort_keys=False)
+    return yaml.safe_dump(as_data(config), sort_keys=False)

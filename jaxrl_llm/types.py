@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.struct
 import jax
@@ -53,7 +53,7 @@ Array = jax.Array
 # ---------------------------------------------------------------------------------- host records
 
 
-class StopReason(str, enum.Enum):
+class StopReason(enum.StrEnum):
     """Why a completion ended. The value is what appears in samples.jsonl and metrics."""
 
     EOS = "eos"  # the policy sampled one of the stop ids; that id is part of the tokens and trained
@@ -142,6 +142,10 @@ class TokenBatch:
     (`learner.score` for log-probs, the rollout for `baseline_reward`, …). Fields of the last block are
     written by `prepare` of the stages of an objective.
     """
+
+    if TYPE_CHECKING:  # flax.struct adds it
+
+        def replace(self, **changes: Any) -> TokenBatch: ...
 
     tokens: Array  # i32[B, T]
     positions: Array  # i32[B, T], position of the token in its own sequence (for RoPE)
@@ -327,6 +331,10 @@ class TokenBatch:
 class PolicyOutput:
     """What one forward pass of the policy gives an objective; on the gradient tape."""
 
+    if TYPE_CHECKING:  # flax.struct adds it
+
+        def replace(self, **changes: Any) -> PolicyOutput: ...
+
     logprob: Array  # f32[B, T], current policy
     entropy: Array | None = None  # f32[B, T]
     value: Array | None = None  # f32[B, T]
@@ -338,6 +346,10 @@ class PolicyOutput:
 @flax.struct.dataclass(kw_only=True)
 class LossState:
     """What the `apply` functions of a chain hand on; on the gradient tape unless said otherwise."""
+
+    if TYPE_CHECKING:  # flax.struct adds it
+
+        def replace(self, **changes: Any) -> LossState: ...
 
     logprob: Array  # f32[B, T]
     entropy: Array | None = None
@@ -374,6 +386,10 @@ class LossState:
 class LossOutput:
     """loss = loss_sum / denominator; both add over any split of a batch."""
 
+    if TYPE_CHECKING:  # flax.struct adds it
+
+        def replace(self, **changes: Any) -> LossOutput: ...
+
     loss_sum: Array  # f32[]
     denominator: Array  # f32[]
     metrics: dict[str, Mean] = flax.struct.field(default_factory=dict)
@@ -382,6 +398,10 @@ class LossOutput:
 @flax.struct.dataclass(kw_only=True)
 class LearnerState:
     """Everything that a train step changes. A pytree; a snapshot stores exactly this."""
+
+    if TYPE_CHECKING:  # flax.struct adds it
+
+        def replace(self, **changes: Any) -> LearnerState: ...
 
     version: Array  # i32[], train steps done
     params: Any  # f32 master weights

@@ -1,0 +1,528 @@
+"""The training loop: sample, score, update, measure, snapshot.
+
+One train step, in the order in which it happens:
+
+ 1. `PromptSource` gives the next prompts; their text became token ids in `rollout.task`.
+ 2. `Sampler.generate` draws a group of completions for each; every token carries its behavior log-prob and
+    the version of the policy that drew it.
+ 3. `rollout.collect` scores the completions: trajectories.
+ 4. `rollout.pack` lays them out as a `TokenBatch`.
+ 5. `learner.score` fills the log-probs that `needed_fields(objective)` lists, and no others.
+ 6. `objective.prepare` writes advantage, weight, norm and count from the whole batch.
+ 7. `learner.update` takes one optimiser step per minibatch.
+ 8. Metrics are written; every so often the policy is evaluated and a snapshot is saved.
+
+The parameters that the sampler reads are the learner's own tree: nothing is copied by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_llm import __version__
+from jaxrl_llm.config import Config, as_data, flatten, load_config, to_yaml
+from jaxrl_llm.data.source import PromptSource
+from jaxrl_llm.diagnostics.display import make_display
+from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter
+from jaxrl_llm.diagnostics.report import write_report
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.rows import minibatches
+from jaxrl_llm.learner.score import fill_logprobs, make_score
+from jaxrl_llm.learner.state import finish_train_step, init_state
+from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.load import Model, load_model
+from jaxrl_llm.objectives import build_objective, uses_groups
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.rollout.collect import collect
+from jaxrl_llm.rollout.evaluate import evaluate
+from jaxrl_llm.rollout.pack import pack
+from jaxrl_llm.rollout.task import Task, make_task, self_test
+from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
+from jaxrl_llm.transforms import needed_fields
+from jaxrl_llm.types import Mean, TokenBatch
+
+__all__ = ["EXIT_STOPPED", "build_sampler", "build_task", "sampling_params", "train"]
+
+EXIT_STOPPED = 75  # stopped on request or preemption with a snapshot saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What can be sampled from: a model, its sampler and the task that it answers."""
+
+    model: Model
+    sampler: Sampler
+    task: Task
+
+
+def build_task(config: Config) -> Task:
+    """The task of a config, checked: its verifier must know right from wrong.
+
+    Raises:
+      InputError: no such task, arguments that it does not take, or a verifier that fails its self-test.
+    """
+    task = make_task(config.task.name, system=config.task.system, **config.task.args)
+    self_test(task)
+    return task
+
+
+def build_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh | None = None) -> Sampler:
+    """The sampler of a config. Its context is `model.max_context`, which must fit the model's positions."""
+    if config.model.max_context > model.config.max_positions:
+        raise InputError(
+            f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
+            f"{model.config.max_positions}; use at most that."
+        )
+    return Sampler(
+        model.config,
+        slots=config.sampler.slots,
+        page_size=config.sampler.page_size,
+        pages=config.sampler.pages,
+        max_context=config.model.max_context,
+        tokenizer=model.tokenizer,
+        steps_per_dispatch=config.sampler.steps_per_dispatch,
+    )
+
+
+def sampling_params(config: Config, **changes: Any) -> SamplingParams:
+    """The sampling distribution of the training rollouts, with `changes` for evaluation."""
+    r = config.rollout
+    params = SamplingParams(
+        max_tokens=r.max_tokens,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        min_tokens=r.min_tokens,
+        n=r.group_size,
+        stop=r.stop,
+        seed=config.seed,
+    )
+    return dataclasses.replace(params, **changes)
+
+
+def build_mesh(config: Config) -> jax.sharding.Mesh | None:
+    """The device mesh of a config, None for one device."""
+    m = config.mesh
+    if m.data * m.fsdp * m.tensor == 1:
+        return None
+    try:
+        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
+    except ValueError as error:
+        raise InputError(f"mesh: {error}") from None
+
+
+# -------------------------------------------------------------------------------- the run folder
+
+
+def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
+    """Makes the run folder and writes config.yaml into it.
+
+    Raises:
+      InputError: the folder holds a run and `resume` is False, or holds none and it is True, or cannot be written.
+    """
+    exists = (folder / "config.yaml").is_file()
+    if exists and not resume:
+        raise InputError(
+            f"{folder} already holds a run. Go on with it by adding --resume, or choose another folder with --run."
+        )
+    if resume and not exists:
+        raise InputError(f"--resume: {folder} holds no run (no config.yaml). Leave out --resume to start one there.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config))
+    except OSError as error:
+        raise InputError(f"run folder {folder} cannot be written: {error}. Choose another with --run.") from None
+
+
+def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]) -> tuple[Config, list[str]]:
+    """The config that a resumed run goes on with: its own, with the overrides of this call.
+
+    Returns:
+      (config, notes): a note names each setting of the given file that differs and is not used.
+    """
+    if not (folder / "config.yaml").is_file():
+        return given, []
+    own = load_config(folder / "config.yaml", overrides)
+    before, now = flatten(as_data(own)), flatten(as_data(given))
+    unused = [
+        f"{key}: the run has {before.get(key)!r}, the file says {now.get(key)!r}; the run's value is kept."
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    return own, unused
+
+
+# ------------------------------------------------------------------------------------ stopping
+
+
+class StoppedError(Exception):
+    """The run was asked to stop while a rollout was under way; the state before it is whole."""
+
+
+class StopRequest:
+    """SIGINT and SIGTERM ask the loop to stop where a snapshot can be saved; a second SIGINT stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> StopRequest:
+        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("\nStopping: a snapshot will be saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
+
+    def check(self, *_: object) -> None:
+        """Raises StoppedError when a stop was asked for; usable as a progress callback."""
+        if self.asked:
+            raise StoppedError
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+# What the learner calls a figure -> its key in metrics.jsonl, for names that belong to another group.
+_LEARNER_KEYS = {
+    "loss": "policy/loss",
+    "grad_norm": "optimizer/grad_norm",
+    "learning_rate": "optimizer/learning_rate",
+    "skipped": "optimizer/skipped",
+    "trained_tokens": "optimizer/trained_tokens",
+}
+
+
+def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
+    """The metrics of all optimiser steps of one train step: means merge, maxima and minima are taken.
+
+    The sampler-learner gap is that of the first update, where the weights are still those that sampled.
+    """
+    out: dict[str, float] = {}
+    for name in updates[0]:
+        parts = [Mean(*map(float, u[name])) for u in updates]
+        values = [p.total / p.count if p.count else 0.0 for p in parts]
+        if name.startswith("logprob_gap"):
+            value = values[0]
+        elif name.endswith("_max"):
+            value = max(values)
+        elif name.endswith("_min"):
+            value = min(values)
+        elif name == "skipped":
+            value = sum(values)
+        else:
+            count = sum(p.count for p in parts)
+            value = sum(p.total for p in parts) / count if count else 0.0
+        out[_LEARNER_KEYS.get(name, f"policy/{name}")] = value
+    return out
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+# ------------------------------------------------------------------------------------- the run
+
+
+class Run:
+    """Everything that a run is made of, built and checked before anything is compiled."""
+
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+        self.config, self.folder = config, folder
+        self.objective = build_objective(config.objective)
+        if config.rollout.group_size < 2 and uses_groups(self.objective):
+            raise InputError(
+                "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
+                "use at least 2, or an objective without group statistics."
+            )
+        self.needed = needed_fields(self.objective)
+        task = build_task(config)
+        prepare_folder(folder, config, resume=resume)
+        self.mesh = build_mesh(config)
+        model = load_model(config.model.source, dtype=config.model.dtype)
+        if model.tokenizer is None:
+            raise InputError(f"{config.model.source} has no tokenizer, so it cannot answer a task.")
+        if config.model.head_dtype:
+            model = dataclasses.replace(
+                model, config=dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
+            )
+        self.policy = Policy(model, build_sampler(config, model, self.mesh), task)
+        room = config.model.max_context - config.rollout.max_tokens
+        self.source = PromptSource(
+            task,
+            model.tokenizer,
+            seed=config.task.seed,
+            max_prompt_tokens=min(room, config.task.max_prompt_tokens or room),
+        )
+        updates = config.steps * config.learner.minibatches * config.learner.epochs
+        o = config.optimizer
+        try:
+            self.optimizer = make_optimizer(
+                o.learning_rate,
+                warmup_steps=o.warmup_updates,
+                total_steps=updates,
+                schedule=o.schedule,
+                b1=o.b1,
+                b2=o.b2,
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+                clip_norm=o.clip_norm,
+            )
+        except ValueError as error:
+            raise InputError(f"optimizer: {error}") from None
+        learner = config.learner
+        try:
+            self.update = make_update_step(
+                self.objective,
+                model.config,
+                self.optimizer,
+                self.mesh,
+                micro_batch_rows=learner.micro_batch_rows,
+                remat=learner.remat,
+                chunk=learner.head_chunk,
+            )
+        except ValueError as error:
+            raise InputError(f"learner: {error}") from None
+        self.prepare = make_prepare(self.objective, self.mesh)
+        self.score = make_score(
+            model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
+        )
+        self.state = init_state(
+            model.params,
+            self.optimizer,
+            self.objective,
+            key=jax.random.key(config.seed),
+            reference="logprob_reference" in self.needed,
+            config=model.config,
+            mesh=self.mesh,
+        )
+        self.snapshots = SnapshotStore(
+            folder / "snapshots", keep_last=config.snapshots.keep_last, keep_every=config.snapshots.keep_every
+        )
+        self.model_config, self.tokenizer = model.config, model.tokenizer
+        self.digest = model.digest
+        # The learner consumes its parameters; nothing else may hold the ones that were loaded.
+        self.policy = dataclasses.replace(self.policy, model=dataclasses.replace(model, params=None))
+
+    # ---------------------------------------------------------------------------------- phases
+
+    @property
+    def version(self) -> int:
+        """Train steps done."""
+        return int(self.state.version)
+
+    def rollout(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
+        """Prompts, completions, rewards: one packed batch, its trajectories and their metrics."""
+        config = self.config
+        prompts = self.source.next_batch(config.rollout.prompts)
+        completions = self.policy.sampler.generate(
+            self.state.params, prompts, sampling_params(config), version=self.version, on_progress=on_progress
+        )
+        trajectories, metrics = collect(
+            completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
+        )
+        batch = pack(
+            trajectories,
+            pad_to_multiple=config.learner.pad_to_multiple,
+            rows_multiple=config.learner.micro_batch_rows,
+            learner_version=self.version,
+            pad_id=self.model_config.pad_id or 0,
+        )
+        metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
+        return batch, trajectories, metrics
+
+    def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
+        """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
+        config = self.config
+        begin = time.perf_counter()
+        batch = fill_logprobs(batch, self.state, self.score, self.needed)
+        batch, objective_state = self.prepare(batch, self.state.objective_state)
+        jax.block_until_ready(batch)
+        scored = time.perf_counter()
+        self.state = self.state.replace(objective_state=objective_state)
+        updates = []
+        for epoch in range(config.learner.epochs):
+            # One minibatch needs no order; several are drawn from shuffled rows.
+            key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)
+            shuffle = key if config.learner.minibatches > 1 else None
+            for minibatch in minibatches(batch, config.learner.minibatches, shuffle):
+                self.state, metrics = self.update(self.state, minibatch)
+                updates.append(metrics)
+        self.state = finish_train_step(self.state)
+        jax.block_until_ready(self.state.params)
+        done = time.perf_counter()
+        logged = {f"policy/{name}": float(mean.value) for name, mean in batch.logged.items()}
+        return logged | merge_updates(jax.device_get(updates)), {
+            "time/score": scored - begin,
+            "time/update": done - scored,
+        }
+
+    def evaluate(self, on_progress: Any = None) -> dict[str, float]:
+        """Accuracy on held-out items, greedy and (if configured) at the training temperature."""
+        config = self.config
+        return evaluate(
+            self.policy.sampler,
+            self.state.params,
+            self.policy.task,
+            self.tokenizer,
+            sampling_params(config, n=1, seed=config.evaluation.seed),
+            n=config.evaluation.items,
+            seed=config.evaluation.seed,
+            sampled=config.evaluation.sampled,
+            max_prompt_tokens=self.source.max_prompt_tokens,
+            on_progress=on_progress,
+        )
+
+    def save(self, cursor: Any, metric: float | None = None) -> None:
+        """Starts saving a snapshot of the state and of everything that the next train step depends on."""
+        meta = {
+            "cursor": cursor,
+            "config": as_data(self.config),
+            "model": self.digest,
+            "jaxrl_llm": __version__,
+            "jax": jax.__version__,
+            "fingerprint": fingerprint(self.state.params),
+        }
+        self.snapshots.save(self.version, self.state, meta, metric=metric)
+
+    def restore(self) -> None:
+        """Goes back to the newest usable snapshot."""
+        self.state, meta = self.snapshots.restore(like=self.state)
+        self.source.restore(meta["cursor"])
+        self.snapshots.discard_after(self.version)
+
+
+def train(
+    config: Config, folder: pathlib.Path, *, resume: bool = False, overrides: Sequence[str] = (), invocation: str = ""
+) -> int:
+    """Runs or resumes a training run.
+
+    Args:
+      config: as loaded.
+      folder: run folder; gets config.yaml, metrics.jsonl, samples.jsonl, snapshots/ and report.html.
+      resume: go on from the newest usable snapshot of the folder, with the config that is stored there.
+      overrides: the `--set` overrides of this call, which also apply to a resumed run.
+      invocation: name of the config file, for the message that says how to resume.
+
+    Returns:
+      0 when all steps are done, 75 when it was stopped with a snapshot saved.
+
+    Raises:
+      InputError: something is wrong with the input; nothing expensive was started.
+    """
+    notes: list[str] = []
+    if resume:
+        config, notes = resumed_config(folder, config, overrides)
+    with make_display(config.steps, title=folder.name) as display:
+        for note in notes:
+            display.note(note)
+        display.phase("loading", 0, 0)
+        run = Run(config, folder, resume=resume)
+        with run.snapshots, StopRequest() as stop:
+            if resume:
+                run.restore()
+            start = run.version
+            display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
+            with MetricsWriter(folder, resume_version=start if resume else None) as metrics_out, SamplesWriter(
+                folder, resume_version=start if resume else None
+            ) as samples_out:
+                stopped = loop(run, display, stop, metrics_out, samples_out)
+            run.snapshots.wait()
+        display.phase("report", 0, 0)
+        report = write_report(folder)
+        if stopped:
+            display.note(
+                f"Stopped after step {run.version} of {config.steps}. Go on with: "
+                f"jaxrl train {invocation or folder / 'config.yaml'} --run {folder} --resume"
+            )
+            return EXIT_STOPPED
+        display.note(f"Report: {report}")
+    return 0
+
+
+def loop(run: Run, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter) -> bool:
+    """The train steps that are left. Returns True when it was asked to stop."""
+    config = run.config
+    saved = run.version if run.snapshots.latest() == run.version else None
+    cursor = run.source.state()
+    waited = 0.0  # seconds that the last snapshot blocked the loop
+
+    def save() -> None:
+        nonlocal saved
+        if saved != run.version:
+            run.save(cursor)
+            saved = run.version
+
+    try:
+        if run.version == 0 and config.evaluation.items:
+            row = {"version": 0, **measured(run, display, stop)}
+            metrics_out.write(row)
+            display.step(row)
+        while run.version < config.steps:
+            stop.check()
+            begin = time.perf_counter()
+            display.phase("rollout", 0, config.rollout.prompts * config.rollout.group_size)
+
+            def progress(stats: Any) -> None:
+                stop.check()
+                display.phase("rollout", stats.completions, config.rollout.prompts * config.rollout.group_size)
+
+            batch, trajectories, row = run.rollout(progress)
+            sampled = time.perf_counter()
+            stop.check()
+            display.phase("update", 0, 0)
+            learned, seconds = run.learn(batch)
+            cursor = run.source.state()
+            row |= learned | seconds | {"time/rollout": sampled - begin}
+            every = config.evaluation.every
+            last = run.version == config.steps
+            if config.evaluation.items and (last or (every and run.version % every == 0)):
+                row |= measured(run, display, None)
+            row["time/snapshot"], waited = waited, 0.0
+            row["time/total"] = time.perf_counter() - begin
+            row["time/tokens_per_second"] = row["rollout/tokens"] / row["time/rollout"]
+            row["memory/peak_bytes"] = peak_memory_bytes()
+            row = {"version": run.version, **row}
+            samples_out.write(run.version, trajectories, run.tokenizer)
+            metrics_out.write(row)
+            display.step(row)
+            # After the row is on disk: a snapshot without the metrics of its own step could not be resumed exactly.
+            if last or (config.snapshots.every and run.version % config.snapshots.every == 0):
+                saving = time.perf_counter()
+                save()
+                waited = time.perf_counter() - saving  # reported with the next step
+    except StoppedError:
+        save()
+        return True
+    return False
+
+
+def measured(run: Run, display: Any, stop: StopRequest | None) -> dict[str, float]:
+    """The evaluation of the current policy and how long it took."""
+    begin = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        if stop is not None:
+            stop.check()
+        display.phase("evaluation", done, total)
+
+    display.phase("evaluation", 0, run.config.evaluation.items)
+    return run.evaluate(progress) | {"time/eval": time.perf_counter() - begin}
