@@ -1,0 +1,1 @@
+"""Snapshots: versioned, checked, asynchronous saves of everything that a run needs to go on."""

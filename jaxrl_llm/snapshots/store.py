@@ -1,0 +1,642 @@
+"""Versioned snapshots on disk: the one module that knows Orbax.
+
+A snapshot is a folder named by its version (train steps done) with four items:
+
+    params    the arrays of `state.params`, so that they can be read alone
+    rest      every other array of the state: optimiser, objective state, keys, counters
+    meta      the caller's JSON: resolved config, data cursor, logical clock, model description, …
+    manifest  ours: path, dtype, shape and digest of every leaf, digest of meta, the metric; sealed
+
+Why a manifest of our own: Orbax 0.12 reads an array with one flipped bit without a complaint, drops
+zero-size arrays and needs the exact tree to read a part of it. Arrays are stored by path in a flat
+dict, so any pytree (NamedTuples, None, empty dicts, typed PRNG keys, Python scalars) round-trips: its
+structure comes from the `like` that it is restored onto, and every leaf must be there.
+
+Saving is asynchronous and atomic: a folder gets its name when everything in it is on disk. A process
+killed while saving leaves only a temporary folder, which is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import pathlib
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl_llm.diagnostics.redact import redact
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.snapshots.digest import dtype_of, is_key, leaf_records, named_leaves
+
+__all__ = ["SnapshotError", "SnapshotStore", "locate"]
+
+_FORMAT = 1
+_PARAMS = "params/"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot could not be written. Says which snapshots are still good."""
+
+
+class _DamagedError(Exception):
+    """This snapshot cannot be trusted: unreadable, or not what was saved."""
+
+
+class SnapshotStore:
+    """The snapshots of one run.
+
+    Args:
+      directory: the folder; made if missing (unless read_only).
+      keep_last: how many of the newest versions stay, at least 1.
+      keep_every: versions that are multiples of it stay for good; None = no such rule.
+      keep_best: how many versions with the highest `metric` stay; None = no such rule.
+      read_only: open an existing folder to read from; nothing in it is changed.
+
+    `pinned` is a set of versions that must stay whatever the rules say (for example those that
+    sampled trajectories still in the buffer). A version that is known to be damaged counts for no rule.
+
+    Raises:
+      InputError: the folder cannot be made or written to, does not exist (read_only), or a number is
+        out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        read_only: bool = False,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, got {value}; leave it out for its default.")
+        self.directory = pathlib.Path(directory).expanduser().absolute()
+        self.keep_last, self.keep_every, self.keep_best = keep_last, keep_every, keep_best
+        self.read_only = read_only
+        self.pinned: set[int] = set()
+        self._metrics: dict[int, float | None] = {}
+        self._damaged: set[int] = set()
+        self._restored: int | None = None
+        self._saving: int | None = None
+        if read_only:
+            if not self.directory.is_dir():
+                raise InputError(
+                    f"There is no snapshot folder at {self.directory}. Give the `snapshots` folder of a run, "
+                    "or the run folder itself."
+                )
+        else:
+            _probe(self.directory)
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=None, create=not read_only, read_only=read_only, save_root_metadata=False
+            ),
+        )
+
+    # ------------------------------------------------------------------------------------- saving
+
+    def save(self, version: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None) -> None:
+        """Starts to save a snapshot; returns when `state` may be donated or changed.
+
+        Waits for an earlier save that is still running, and raises its error if it failed.
+
+        Args:
+          version: train steps done. A version that exists is refused, unless it is damaged or newer than
+            the version that this store restored (a run that went back writes its own future).
+          state: any pytree of arrays, NumPy arrays, scalars and typed PRNG keys.
+          meta: a JSON object. Secrets in its "config" are replaced by "***" before it is written.
+          metric: what `keep_best` ranks by; higher is better.
+
+        Raises:
+          InputError: meta is not JSON, or the version exists.
+          SnapshotError: the disk has no room, or a write failed; the snapshots before are intact.
+        """
+        self.wait()
+        if self.read_only:
+            raise InputError(f"The snapshot store at {self.directory} was opened read-only; save elsewhere.")
+        version = int(version)
+        body = _json_copy(meta)
+        if isinstance(body.get("config"), dict):
+            body["config"] = redact(body["config"])
+        leaves = named_leaves(state)
+        if version in self.versions():
+            newer = self._restored is not None and version > self._restored
+            if version not in self._damaged and not newer:
+                raise InputError(
+                    f"Snapshot {version} exists in {self.directory}. Save another version, use another run "
+                    "folder, or resume from the newest snapshot."
+                )
+            self._delete(version)
+        self._check_room(leaves)
+        manifest: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": version,
+            "metric": None if metric is None else float(metric),
+            "meta": _digest_json(body),
+            "leaves": leaf_records(leaves),
+        }
+        for name, leaf in leaves.items():
+            if is_key(leaf):
+                manifest["leaves"][name]["key"] = str(jax.random.key_impl(leaf))
+        stored = {name: _storable(leaf) for name, leaf in leaves.items() if np.size(leaf)}
+        params = {name: leaf for name, leaf in stored.items() if name.startswith(_PARAMS)}
+        rest = {name: leaf for name, leaf in stored.items() if name not in params}
+        items: dict[str, Any] = {
+            "meta": ocp.args.JsonSave(body),
+            "manifest": ocp.args.JsonSave({"seal": _digest_json(manifest), "body": manifest}),
+        }
+        for item, arrays in (("params", params), ("rest", rest)):
+            if arrays:
+                items[item] = ocp.args.StandardSave(arrays)
+        self._saving = version
+        with _reported(), jax.transfer_guard("allow"):
+            try:
+                self._manager.save(version, args=ocp.args.Composite(**items), force=True)
+            # Orbax and TensorStore raise many types here (OSError, ValueError, RuntimeError, bare
+            # Exception); each means that this version was not written.
+            except Exception as error:
+                raise self._failed(version, error) from error
+        self._metrics[version] = manifest["metric"]
+
+    def wait(self) -> None:
+        """Blocks until the running save is on disk, then applies the retention rules.
+
+        Raises:
+          SnapshotError: the save failed; the snapshots before are intact.
+        """
+        if self._saving is None:
+            return
+        version = self._saving
+        with _reported():
+            try:
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+            except Exception as error:  # as in `save`
+                raise self._failed(version, error) from error
+        self._saving = None
+        self._damaged.discard(version)
+        self._retain()
+
+    def close(self) -> None:
+        """Waits, and frees the threads of the store."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> SnapshotStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def discard_after(self, version: int) -> list[int]:
+        """Deletes every snapshot newer than `version` and returns which: what a run that goes back does.
+
+        A resumed run writes its later versions again; old ones must not be found by the next resume.
+        """
+        self.wait()
+        newer = [found for found in self.versions() if found > version]
+        for found in newer:
+            self._delete(found)
+        return newer
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def versions(self) -> list[int]:
+        """Versions that are completely on disk, ascending. Their contents are checked when restored."""
+        if self._saving is None:
+            self._manager.reload()
+        return sorted({int(step) for step in self._manager.all_steps()} - {self._unfinished()})
+
+    def latest(self) -> int | None:
+        """The newest version that is completely on disk, None if there is none."""
+        return max(self.versions(), default=None)
+
+    def meta(self, version: int | None = None) -> dict[str, Any]:
+        """The JSON of one snapshot (default: the newest that can be read)."""
+        return self._first_usable(version, lambda v: (self._read_meta(v, self._read_manifest(v)), None))[0]
+
+    def restore(self, version: int | None = None, *, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Reads a snapshot onto the structure, shardings, dtypes and host types of `like`.
+
+        Args:
+          version: which; default the newest. With the default, a snapshot that is damaged is named in a
+            warning and the one before is taken; a version that was asked for is never replaced.
+          like: a tree of arrays or of `jax.ShapeDtypeStruct`s (with `sharding`, else the first local
+            device). Floating-point leaves are cast to its dtypes after their digest was verified.
+
+        Returns:
+          (state, meta).
+
+        Raises:
+          InputError: no snapshot, none that is usable, or its tree does not fit `like`.
+        """
+        wanted = named_leaves(like)
+        structure = jax.tree.structure(like)
+
+        def read(found: int) -> tuple[Any, dict[str, Any]]:
+            manifest = self._read_manifest(found)
+            meta = self._read_meta(found, manifest)
+            self._check_fit(found, manifest, wanted)
+            leaves = self._read_leaves(found, manifest, wanted)
+            return jax.tree.unflatten(structure, [leaves[name] for name in wanted]), meta
+
+        return self._first_usable(version, read, remember=True)
+
+    def restore_params(self, version: int | None = None, *, like: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Reads only the parameters: (params, meta).
+
+        Args:
+          version: as for `restore`.
+          like: a tree like `state.params`, or None: then nested dicts of arrays with the dtypes that were
+            saved, on the first local device.
+        """
+
+        def read(found: int) -> tuple[Any, dict[str, Any]]:
+            manifest = self._read_manifest(found)
+            meta = self._read_meta(found, manifest)
+            saved = {k: v for k, v in manifest["leaves"].items() if k.startswith(_PARAMS)}
+            if not saved:
+                raise InputError(
+                    f"Snapshot {found} in {self.directory} holds no parameters (`state.params`)."
+                )
+            part = {**manifest, "leaves": saved}
+            if like is None:
+                wanted = {k: jax.ShapeDtypeStruct(v["shape"], _dtype(v)) for k, v in saved.items()}
+                return _nest(self._read_leaves(found, part, wanted)), meta
+            wanted = {_PARAMS + name: leaf for name, leaf in named_leaves(like).items()}
+            self._check_fit(found, part, wanted)
+            leaves = self._read_leaves(found, part, wanted)
+            return jax.tree.unflatten(jax.tree.structure(like), [leaves[name] for name in wanted]), meta
+
+        return self._first_usable(version, read)
+
+    # ------------------------------------------------------------------------------------ details
+
+    def _unfinished(self) -> int | None:
+        return self._saving if self._saving is not None and self._manager.is_saving_in_progress() else None
+
+    def _first_usable(
+        self, version: int | None, read: Callable[[int], tuple[Any, Any]], *, remember: bool = False
+    ) -> tuple[Any, Any]:
+        self.wait()
+        found = self.versions()
+        if version is not None and version not in found:
+            raise InputError(
+                f"There is no snapshot {version} in {self.directory}. There: "
+                f"{', '.join(map(str, found)) or 'none'}."
+            )
+        if version is None:
+            self._name_unfinished(max(found, default=-1))
+        reasons = []
+        for candidate in [version] if version is not None else reversed(found):
+            try:
+                result = read(candidate)
+            except _DamagedError as error:
+                self._damaged.add(candidate)
+                reasons.append(f"{self.directory / str(candidate)}: {error}")
+                if version is None:
+                    earlier = [other for other in found if other < candidate]
+                    then = f"using {max(earlier)} instead" if earlier else "and none is older"
+                    warnings.warn(
+                        f"Snapshot {candidate} is damaged ({reasons[-1]}); {then}.",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+            else:
+                if remember:
+                    self._restored = candidate
+                return result
+        if not reasons:
+            raise InputError(
+                f"There is no snapshot in {self.directory}. Run without --resume to start, or give another "
+                "run folder."
+            )
+        raise InputError(
+            "No usable snapshot:\n  "
+            + "\n  ".join(reasons)
+            + "\nGive another version or run folder, or start again."
+        )
+
+    def _name_unfinished(self, newest: int) -> None:
+        for path in sorted(self.directory.glob(f"*{_TEMPORARY}*")):
+            step = path.name.split(".", 1)[0]
+            if step.isdigit() and int(step) > newest:
+                warnings.warn(
+                    f"Snapshot {step} was not finished when the run stopped ({path}); it is ignored.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+
+    def _read_json(self, version: int, item: str) -> Any:
+        try:
+            with _reported():
+                restored = self._manager.restore(
+                    version, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()})
+                )
+            return restored[item]
+        # Whatever is wrong with the files (missing, empty, not JSON, not UTF-8) means one thing.
+        except Exception as error:
+            raise _DamagedError(f"{item} cannot be read: {_short(error)}") from error
+
+    def _read_manifest(self, version: int) -> dict[str, Any]:
+        sealed = self._read_json(version, "manifest")
+        if not isinstance(sealed, dict) or set(sealed) != {"seal", "body"}:
+            raise _DamagedError("the manifest is incomplete")
+        if _digest_json(sealed["body"]) != sealed["seal"]:
+            raise _DamagedError("the manifest is not what was saved")
+        manifest = sealed["body"]
+        if manifest["format"] > _FORMAT:
+            raise InputError(
+                f"Snapshot {version} in {self.directory} has format {manifest['format']}; this version of "
+                f"jaxrl-llm reads up to {_FORMAT}. Update jaxrl-llm."
+            )
+        return manifest
+
+    def _read_meta(self, version: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        meta = self._read_json(version, "meta")
+        if _digest_json(meta) != manifest["meta"]:
+            raise _DamagedError("meta is not what was saved")
+        return meta
+
+    def _check_fit(self, version: int, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        saved = manifest["leaves"]
+        problems = [f"{name}: not in the snapshot" for name in wanted if name not in saved]
+        problems += [f"{name}: only in the snapshot" for name in saved if name not in wanted]
+        for name in wanted:
+            if name not in saved:
+                continue
+            record, leaf = saved[name], wanted[name]
+            if list(np.shape(leaf)) != record["shape"]:
+                problems.append(
+                    f"{name}: shape {record['shape']} in the snapshot, {list(np.shape(leaf))} here"
+                )
+            elif not _castable(record, leaf):
+                problems.append(f"{name}: dtype {record['dtype']} in the snapshot, {dtype_of(leaf)} here")
+        if problems:
+            more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise InputError(
+                f"Snapshot {version} in {self.directory} does not fit this run ({len(problems)} leaves differ):\n  "
+                + "\n  ".join(problems[:8])
+                + more
+                + "\nUse the model, optimiser and objective that it was saved with, or restore only its params."
+            )
+
+    def _read_leaves(
+        self, version: int, manifest: Mapping[str, Any], wanted: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Leaves of `wanted` by path, verified, cast and put where `wanted` says."""
+        records = {name: manifest["leaves"][name] for name in wanted}
+        targets = {name: _target(records[name], leaf) for name, leaf in wanted.items()}
+        full = {name: target for name, target in targets.items() if np.prod(target.shape, dtype=np.int64)}
+        split: dict[str, dict[str, Any]] = {
+            "params": {name: target for name, target in full.items() if name.startswith(_PARAMS)},
+            "rest": {name: target for name, target in full.items() if not name.startswith(_PARAMS)},
+        }
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in split.items() if tree}
+        found: dict[str, Any] = {}
+        if items:
+            try:
+                with _reported(), jax.transfer_guard("allow"):
+                    restored = self._manager.restore(version, args=ocp.args.Composite(**items))
+                for name in items:
+                    found.update(restored[name])
+            except MemoryError:
+                raise
+            # Orbax and TensorStore raise many types for damaged files, bare Exception among them.
+            except Exception as error:
+                if "RESOURCE_EXHAUSTED" in str(error) and "lloc" in str(error):  # device memory, not damage
+                    raise
+                raise _DamagedError(f"an array cannot be read: {_short(error)}") from error
+        for name, target in targets.items():
+            if name not in full:
+                found[name] = np.zeros(target.shape, target.dtype)
+        keyed = {name: _as_key(records[name], found[name]) for name in wanted}
+        actual = leaf_records(keyed)
+        wrong = [name for name in wanted if actual[name]["digest"] != records[name]["digest"]]
+        if wrong:
+            raise _DamagedError(
+                f"the digest of {len(wrong)} of {len(wanted)} leaves is not the saved one: {', '.join(wrong[:3])}"
+            )
+        return {name: _finish(keyed[name], leaf) for name, leaf in wanted.items()}
+
+    def _check_room(self, leaves: Mapping[str, Any]) -> None:
+        need = sum(_bytes(leaf) for leaf in leaves.values()) // jax.process_count()
+        free = shutil.disk_usage(self.directory).free
+        if need * 0.9 > free:  # floats compress by about a tenth
+            raise SnapshotError(
+                f"No room for a snapshot in {self.directory}: it needs about {need / 1e6:.0f} MB and "
+                f"{free / 1e6:.0f} MB are free. {self._good()} Free some space or set a smaller keep_last."
+            )
+
+    def _failed(self, version: int, error: Exception) -> SnapshotError:
+        self._saving = None
+        return SnapshotError(
+            f"Snapshot {version} could not be written to {self.directory}: {_short(error)}. {self._good()}"
+        )
+
+    def _good(self) -> str:
+        newest = self.latest()
+        return "No snapshot was saved before." if newest is None else f"Snapshot {newest} is intact."
+
+    def _metric(self, version: int) -> float | None:
+        if version not in self._metrics:
+            try:
+                self._metrics[version] = self._read_manifest(version)["metric"]
+            except _DamagedError:
+                self._damaged.add(version)
+                self._metrics[version] = None
+        return self._metrics[version]
+
+    def _retain(self) -> None:
+        for path in self.directory.glob(f"*{_TEMPORARY}*"):  # nothing is being saved now: left by a crash
+            if jax.process_index() == 0:
+                shutil.rmtree(path, ignore_errors=True)
+        versions = self.versions()
+        good = [version for version in versions if version not in self._damaged]
+        keep = set(good[-self.keep_last :]) | self.pinned
+        if self.keep_every:
+            keep |= {version for version in good if version % self.keep_every == 0}
+        if self.keep_best:
+            ranked = [
+                (metric, v) for v in good if (metric := self._metric(v)) is not None and metric == metric
+            ]
+            keep |= {version for _, version in sorted(ranked)[-self.keep_best :]}
+        for version in versions:
+            if version not in keep:
+                self._delete(version)
+
+    def _delete(self, version: int) -> None:
+        self._manager.delete(version)
+        self._damaged.discard(version)
+        self._metrics.pop(version, None)
+
+
+def locate(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]:
+    """Folder of snapshots and version for what a user gives: a run, its `snapshots`, or one snapshot.
+
+    Returns:
+      (directory, version); version is None when the newest is meant.
+
+    Raises:
+      InputError: there is nothing like that.
+    """
+    path = pathlib.Path(path).expanduser().absolute()
+    if path.name.isdigit() and (path / "manifest").exists():
+        return path.parent, int(path.name)
+    for directory in (path / "snapshots", path):
+        if directory.is_dir() and any(
+            child.name.isdigit() and child.is_dir() for child in directory.iterdir()
+        ):
+            return directory, None
+    raise InputError(
+        f"No snapshot at {path}. Give a run folder, its `snapshots` folder, or one version in it "
+        "(run/snapshots/20)."
+    )
+
+
+def _probe(directory: pathlib.Path) -> None:
+    """Makes the folder and writes one file, so that a folder that cannot be used fails before the run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        raise InputError(
+            f"Snapshots cannot be written to {directory}: {error.strerror or error}. Give another run folder "
+            "with --run, or make this one writable."
+        ) from error
+
+
+def _json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"The meta of a snapshot must be a JSON object: {error}. Convert arrays to lists, paths to text."
+        ) from error
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _storable(leaf: Any) -> Any:
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _bytes(leaf: Any) -> int:
+    leaf = _storable(leaf)
+    return int(leaf.size) * leaf.dtype.itemsize
+
+
+def _dtype(record: Mapping[str, Any]) -> Any:
+    """Stored dtype of a record; typed keys are stored as their key data."""
+    return np.dtype(np.uint32) if "key" in record else jax.numpy.dtype(record["dtype"])
+
+
+def _castable(record: Mapping[str, Any], leaf: Any) -> bool:
+    if "key" in record or is_key(leaf):
+        return "key" in record and is_key(leaf) and str(dtype_of(leaf)) == record["dtype"]
+    saved, here = _dtype(record), np.dtype(dtype_of(leaf))
+    if saved == here:
+        return True
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return np.can_cast(saved, here, "same_kind")  # Python and NumPy numbers have no fixed width
+    return all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (saved, here))
+
+
+def _target(record: Mapping[str, Any], leaf: Any) -> Any:
+    """What Orbax is asked for: the stored shape and dtype, where `leaf` lives."""
+    shape = tuple(record["shape"])
+    if "key" in record:
+        shape += jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=record["key"]))).shape
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.ShapeDtypeStruct(shape, _dtype(record), sharding=sharding)
+    return np.empty(shape, _dtype(record))
+
+
+def _as_key(record: Mapping[str, Any], value: Any) -> Any:
+    return jax.random.wrap_key_data(value, impl=record["key"]) if "key" in record else value
+
+
+def _finish(value: Any, leaf: Any) -> Any:
+    """A verified leaf with the dtype and the host type of `leaf`."""
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        if is_key(leaf):
+            return value
+        if not isinstance(value, jax.Array):
+            return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+        return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(value, leaf.dtype)
+    return type(leaf)(np.asarray(value)[()])
+
+
+def _nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = (
+            part.replace("%2F", "/").replace("%25", "%") for part in name.removeprefix(_PARAMS).split("/")
+        )
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(error).split("See full TensorStore details")[0].split()) or "no message"
+    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
+
+
+class _OrbaxLogs(logging.Filter):
+    """Drops what Orbax logs below `limit`: its notices always, its errors where we report them."""
+
+    limit = logging.ERROR
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= self.limit or "orbax" not in record.pathname
+
+
+_LOGS = _OrbaxLogs()
+logging.getLogger("absl").addFilter(_LOGS)  # for good: background threads log whenever they like
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Silences what Orbax prints about its own errors while the caller turns its exceptions into ours.
+
+    After a failed read TensorStore calls back into an event loop that Orbax has closed; Python reports
+    that through `sys.unraisablehook`.
+    """
+    hook = sys.unraisablehook
+
+    def late_callback(event: Any) -> None:
+        if not (isinstance(event.exc_value, RuntimeError) and "Event loop is closed" in str(event.exc_value)):
+            hook(event)
+
+    _LOGS.limit, sys.unraisablehook = logging.CRITICAL + 1, late_callback
+    try:
+        yield
+    finally:
+        _LOGS.limit, sys.unraisablehook = logging.ERROR, hook
