@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from jaxrl_llm.rewards.extract import first_line
+from jaxrl_llm.rewards.extract import after_thinking, first_line
 from jaxrl_llm.rewards.numbers import find_numbers, parse_number
 from jaxrl_llm.rewards.score import Score
 
-__all__ = ["first_line_exact", "first_line_number", "normalise"]
+__all__ = ["contains", "first_line_exact", "first_line_number", "normalise", "whole_text_exact"]
 
+_NO_WORD = re.compile(r"[^\w-]+")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 
 
@@ -18,6 +19,27 @@ def normalise(text: str) -> str:
     the ends. Case, punctuation and accents matter. Applied to the answer and to the gold alike.
     """
     return " ".join(text.split())
+
+
+def contains(text: str, answer: str) -> bool:
+    """Whether an answer stands somewhere in a text as whole words, whatever punctuation is around it."""
+    words = _NO_WORD.sub(" ", answer).strip()
+    return bool(words) and f" {words} " in f" {_NO_WORD.sub(' ', text)} "
+
+
+def whole_text_exact(completion: str, gold: str) -> Score:
+    """1 if the completion, without thinking before it, is the gold answer after `normalise`; else 0.
+
+    For answers of several lines. Parts as in `first_line_exact`.
+    """
+    text = after_thinking(completion)
+    found, gold = normalise(text or ""), normalise(gold)
+    right = bool(gold) and found == gold
+    return Score(
+        float(right),
+        {"format": float(bool(found)), "lenient": float(right or contains(text or "", gold))},
+        "" if right else f"text {found[:80]!r} is not {gold[:80]!r}",
+    )
 
 
 def first_line_exact(completion: str, gold: str) -> Score:
@@ -29,7 +51,7 @@ def first_line_exact(completion: str, gold: str) -> Score:
     line, gold = normalise(first_line(completion)), normalise(gold)
     right = bool(gold) and line == gold
     well_formed = bool(line) and len(line.split(" ")) == len(gold.split(" "))
-    anywhere = bool(gold) and f" {gold} " in f" {re.sub(r'[^\w-]+', ' ', completion)} "
+    anywhere = contains(completion, gold)
     return Score(
         float(right),
         {"format": float(well_formed), "lenient": float(right or anywhere)},

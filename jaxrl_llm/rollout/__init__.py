@@ -1,0 +1,1 @@
+"""From questions to batches: tasks, trajectories, filters, packing, evaluation."""
