@@ -22,6 +22,7 @@ from jaxrl_llm.types import Prompt
 __all__ = ["PromptSource"]
 
 _ENDLESS = 2**31 - 1  # positions of an endless task before Grain starts again; their index goes on growing
+_DIGESTED = 10_000  # rows of a file that its digest covers; its size is compared as well
 _SEARCH = 1_000  # positions of an endless task that are tried for a prompt that fits
 
 
@@ -87,13 +88,13 @@ class PromptSource:
             "shuffle": bool(shuffle),
             "shard": [number, shards],
             "epochs": epochs,
-            "first": self._digest(),
+            "digest": self._digest(),
         }
 
     def _digest(self) -> str:
-        """Recognises the data: a hash of the first few items."""
+        """Recognises the data: a hash of the rows of a file, or of the first few items of an endless task."""
         size = self._items.size
-        some = [self._items.item(i).payload() for i in range(8 if size is None else min(8, size))]
+        some = [self._items.item(i).payload() for i in range(8 if size is None else min(_DIGESTED, size))]
         return hashlib.blake2b(json.dumps(some, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property

@@ -73,7 +73,7 @@ def read_jsonl(
     """
     path = pathlib.Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig", newline="")
+        text = path.read_text(encoding="utf-8-sig")  # any line ends become line feeds
     except FileNotFoundError:
         raise InputError(f"data file {path} does not exist.") from None
     except UnicodeDecodeError as error:
@@ -81,9 +81,8 @@ def read_jsonl(
     except OSError as error:
         raise InputError(f"data file {path} cannot be read: {error.strerror or error}.") from None
     items = []
-    # Only line feeds (and carriage returns) end a line: JSON strings may hold U+2028 and its kind as they are.
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             items.append(_row(line, f"data file {path}, line {number}", prompt_field, answer_field, answer_after))
     if not items:
