@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["REDACTED", "redact", "redact_text", "secret_key"]
+__all__ = ["REDACTED", "hide_environment_secrets", "redact", "redact_text", "secret_key"]
 
 REDACTED = "***"
 
@@ -67,6 +67,13 @@ def secret_key(key: str) -> bool:
     return False
 
 
+def hide_environment_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """`text` without the values of secret environment variables (default: of `os.environ`)."""
+    for value in _environment_secrets(os.environ if environment is None else environment):
+        text = text.replace(value, REDACTED)
+    return text
+
+
 def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` without the values of secret environment variables, URL credentials and known key shapes.
 
@@ -74,8 +81,7 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
       text: a log line, a traceback, a command line.
       environment: variables to look for; default `os.environ`. A variable counts when `secret_key` says so.
     """
-    for value in _environment_secrets(os.environ if environment is None else environment):
-        text = text.replace(value, REDACTED)
+    text = hide_environment_secrets(text, environment)
     text = _URL_USER.sub(lambda m: f"{m['scheme']}{REDACTED}@", text)
     text = _AUTHORIZATION.sub(lambda m: f"{m[1]} {REDACTED}", text)
     text = _KNOWN_SHAPES.sub(REDACTED, text)

@@ -36,9 +36,9 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.snapshots.digest import dtype_of, is_key, leaf_records, named_leaves
+from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 
-__all__ = ["SnapshotError", "SnapshotStore", "locate"]
+__all__ = ["SnapshotError", "SnapshotStore", "fingerprint", "locate"]
 
 _FORMAT = 1
 _PARAMS = "params/"
@@ -117,7 +117,7 @@ class SnapshotStore:
           version: train steps done. A version that exists is refused, unless it is damaged or newer than
             the version that this store restored (a run that went back writes its own future).
           state: any pytree of arrays, NumPy arrays, scalars and typed PRNG keys.
-          meta: a JSON object. Secrets in its "config" are replaced by "***" before it is written.
+          meta: a JSON object; "version" is added to it. Secrets in its "config" are replaced by "***".
           metric: what `keep_best` ranks by; higher is better.
 
         Raises:
@@ -128,7 +128,7 @@ class SnapshotStore:
         if self.read_only:
             raise InputError(f"The snapshot store at {self.directory} was opened read-only; save elsewhere.")
         version = int(version)
-        body = _json_copy(meta)
+        body = {**_json_copy(meta), "version": version}
         if isinstance(body.get("config"), dict):
             body["config"] = redact(body["config"])
         leaves = named_leaves(state)

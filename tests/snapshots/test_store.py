@@ -99,7 +99,7 @@ def test_round_trip_keeps_structure_types_and_bits(tmp_path):
         store.save(3, state, meta)
         store.wait()
         restored, found = store.restore(like=state)
-    assert found == meta
+    assert found == {**meta, "version": 3}
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
@@ -141,7 +141,7 @@ def test_params_only_without_a_like(tmp_path):
     assert locate(directory / "2") == (directory, 2)
     with SnapshotStore(directory, read_only=True) as store:
         params, meta = store.restore_params()
-        assert store.meta() == meta == {"config": {"model": "tiny"}}
+        assert store.meta() == meta == {"config": {"model": "tiny"}, "version": 2}
         with pytest.raises(InputError, match="read-only"):
             store.save(3, state, {})
     assert jax.tree.structure(params) == jax.tree.structure(state.params)
@@ -191,12 +191,12 @@ def test_one_flipped_bit_is_noticed_and_the_one_before_is_used(tmp_path, item, p
     with SnapshotStore(tmp_path) as store:
         with pytest.warns(RuntimeWarning, match=r"Snapshot 2 is damaged .*using 1 instead"):
             state, meta = store.restore(like=make_state())
-        assert meta == {"n": 1}
+        assert meta == {"n": 1, "version": 1}
         assert bits(state) == bits(make_state(1, 1))
         with pytest.raises(InputError, match="No usable snapshot"):
             store.restore(2, like=make_state())
         store.save(2, make_state(3, 2), {"n": 3})  # the run goes on and replaces it
-        assert store.restore(like=make_state())[1] == {"n": 3}
+        assert store.restore(like=make_state())[1] == {"n": 3, "version": 2}
 
 
 def test_a_flip_of_an_array_byte_that_orbax_reads_happily_is_caught_by_the_digest(tmp_path):
@@ -237,7 +237,7 @@ def test_other_damage_falls_back(tmp_path, what):
     with SnapshotStore(tmp_path) as store:
         with pytest.warns(RuntimeWarning, match="is damaged"):
             _, meta = store.restore(like=make_state())
-        assert meta == ({"n": 2} if what == "empty_folder" else {"n": 1})
+        assert meta == ({"n": 2, "version": 2} if what == "empty_folder" else {"n": 1, "version": 1})
 
 
 def test_damage_leaves_no_noise_on_stderr(tmp_path, capfd):
@@ -313,7 +313,7 @@ def test_kill_while_saving_leaves_the_snapshot_before(tmp_path):
         assert store.versions() == [1]
         with pytest.warns(RuntimeWarning, match="Snapshot 2 was not finished"):
             state, meta = store.restore(like=like)
-        assert meta == {"n": 1}
+        assert meta == {"n": 1, "version": 1}
         np.testing.assert_array_equal(
             np.asarray(state["params"]["w"]), np.arange(3_000_000, dtype=np.float32)
         )
@@ -356,7 +356,7 @@ def test_a_write_that_fails_is_reported_and_the_snapshot_before_is_intact(tmp_pa
     assert done.returncode == 0, done.stderr
     assert "CAUGHT Snapshot 2 could not be written" in done.stdout
     assert "Snapshot 1 is intact" in done.stdout
-    assert "META {'n': 1}" in done.stdout and "META {'n': 3}" in done.stdout
+    assert "META {'n': 1, 'version': 1}" in done.stdout and "META {'n': 3, 'version': 2}" in done.stdout
 
 
 def test_no_room_is_said_before_writing(tmp_path, monkeypatch):
@@ -412,7 +412,7 @@ def test_versions_are_never_overwritten_except_by_a_run_that_went_back(tmp_path)
         store.restore(1, like=state)
         store.save(2, state, {"n": "again"})
         store.wait()
-        assert store.meta(2) == {"n": "again"}
+        assert store.meta(2) == {"n": "again", "version": 2}
         with pytest.raises(InputError, match="Snapshot 1 exists"):
             store.save(1, state, {})
         assert store.discard_after(2) == [3]
