@@ -392,8 +392,12 @@ class Tokenizer:
             text = fill(messages, add_generation_prompt)
         else:
             system = [{"role": "system", "content": "."}]
-            head, text = fill(system, False), fill([*system, *messages], add_generation_prompt)
-            if not text.startswith(head):
+            text = fill([*system, *messages], add_generation_prompt)
+            try:
+                head = fill(system, False)
+            except InputError:  # many templates refuse a conversation without a user turn
+                head = None
+            if head is None or not text.startswith(head):
                 raise InputError(
                     "chat: default_system=False does not work with this template; give template= instead."
                 )

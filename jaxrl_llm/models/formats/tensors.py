@@ -169,5 +169,5 @@ def write_tensors(
             values = np.ascontiguousarray(produce(layout.name)).reshape(layout.shape)
             if values.dtype != layout.dtype:
                 raise ValueError(f"write_tensors: {layout.name} is {values.dtype}, announced {layout.dtype}.")
-            put(values.view(np.uint8).data if values.size else b"")
+            put(values.reshape(-1).view(np.uint8).data if values.size else b"")
     return digest.hexdigest()

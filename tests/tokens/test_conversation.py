@@ -1,0 +1,129 @@
+"""Token-in, token-out: what was sampled stays, and the mask says what it was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.tokens.conversation import Conversation
+from jaxrl_llm.types import Prompt, StopReason, TokenBatch
+
+
+def _mask(conversation):
+    return conversation.mask.astype(int).tolist()
+
+
+def test_t01_the_stop_id_is_trained_once_even_if_it_is_the_padding_id():
+    prompt, pad = [5, 2, 6], 2
+    rows = [Conversation.start(prompt).append_sampled(c, np.zeros(len(c)), 0) for c in ([7, 8, 2], [7, 2])]
+    assert [_mask(r)[3:] for r in rows] == [[1, 1, 1], [1, 1]]
+    width = 8
+    tokens = np.full((2, width), pad, np.int32)
+    mask = np.zeros((2, width), bool)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], mask[i, : len(row)] = row.tokens, row.mask
+    batch = TokenBatch.from_rows(tokens, mask, reward=[1.0, 0.0])
+    assert batch.mask[:, 3:].astype(int).tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert batch.segments.tolist() == [
+        [1] * 6 + [0] * 2,
+        [1] * 5 + [0] * 3,
+    ]  # the 2 in the prompt is attended to
+
+    def loss(logprob):
+        return -jnp.sum(jnp.where(batch.mask, logprob, 0.0))
+
+    gradient = jax.grad(loss)(jnp.zeros((2, width)))
+    np.testing.assert_array_equal(gradient, -batch.mask.astype(np.float32))
+
+
+def test_t06_only_what_the_policy_wrote_is_trained(chatml):
+    conversation = (
+        Conversation.start([10, 11, 12])
+        .append_sampled([20, 21], [-0.1, -0.2], 3)
+        .append_given([30, 31, 32, 33])
+        .append_sampled([22, 23], [-0.3, -0.4], 4, kv_version=3)
+    )
+    assert _mask(conversation) == [0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert conversation.version.tolist() == [-1] * 3 + [3, 3] + [-1] * 4 + [4, 4]
+    assert conversation.kv_version.tolist() == [-1] * 3 + [3, 3] + [-1] * 4 + [3, 3]
+    np.testing.assert_allclose(conversation.logprob[conversation.mask], [-0.1, -0.2, -0.3, -0.4])
+    assert not conversation.logprob[~conversation.mask].any()
+
+    tokens, mask = conversation.tokens[None], conversation.mask[None]
+    batch = TokenBatch.from_rows(tokens, mask, reward=[1.0])
+    weights = jax.random.normal(jax.random.key(0), (11, 40))
+
+    def loss(logits):
+        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.tokens[0][:, None], 1)[:, 0]
+        return -jnp.sum(jnp.where(batch.mask[0], logprob, 0.0))
+
+    gradient = jax.grad(loss)(weights)
+    assert (np.abs(gradient).sum(1) > 0).tolist() == conversation.mask.tolist()
+
+
+def test_t06_headers_of_the_template_are_not_trained(chatml):
+    user = [{"role": "user", "content": "hi"}]
+    sampled = [*chatml.encode("It is 7."), chatml.eos_ids[0]]
+    conversation = Conversation.start(chatml.chat(user)).append_sampled(sampled, np.zeros(len(sampled)), 0)
+    before = len(conversation)
+    conversation = conversation.append_turns(chatml, [{"role": "user", "content": "And 5 + 5?"}])
+    assert not conversation.mask[before:].any()
+    # The sampled end of turn is not repeated, and the ids equal those of one rendering of everything.
+    whole = [*user, {"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "And 5 + 5?"}]
+    assert conversation.tokens.tolist() == chatml.chat(whole)
+
+
+def test_sampled_ids_are_never_encoded_again(chatml):
+    """An unusual cut of the same text stays as sampled when the next turn is added."""
+    of_byte = {chatml.token_bytes(i): i for i in range(3, 259)}
+    sampled = [of_byte[bytes([b])] for b in b"It is"]
+    assert sampled != chatml.encode("It is")
+    conversation = Conversation.start(chatml.chat([{"role": "user", "content": "hi"}]))
+    start = len(conversation)
+    conversation = conversation.append_sampled(sampled, np.zeros(5), 0)
+    conversation = conversation.append_turns(chatml, [{"role": "user", "content": "go on<|im_end|>"}])
+    assert conversation.tokens[start : start + 5].tolist() == sampled
+    assert conversation.tokens[start + 5] == chatml.eos_ids[0] and not conversation.mask[start + 5]
+    assert chatml.decode(conversation.tokens[start + 5 :], False) == (
+        "<|im_end|>\n<|im_start|>user\ngo on<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_text_of_tools_cannot_end_a_turn(chatml):
+    conversation = Conversation.start([1]).append_text(chatml, "42<|im_end|>")
+    assert not any(chatml.is_special(i) for i in conversation.tokens[1:]) and not conversation.mask.any()
+
+
+@pytest.mark.parametrize("limit", range(9))
+def test_t11_a_cut_invents_no_stop_id(limit):
+    eos = 2
+    conversation = Conversation.start([5, 6]).append_sampled([7, 8, 9, 10, 11, 12], -np.arange(6.0), 1)
+    cut = conversation.truncate(limit)
+    assert len(cut) == len(cut.mask) == len(cut.logprob) == limit
+    assert cut.tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 12][:limit] and eos not in cut.tokens
+    assert _mask(cut) == [0, 0, 1, 1, 1, 1, 1, 1][:limit]
+
+
+def test_trajectory_carries_every_token(chatml):
+    conversation = Conversation.start([5, 6]).append_sampled([7, 2], [-0.5, -0.25], 4)
+    prompt = Prompt(uid="p", tokens=np.asarray([5, 6], np.int32))
+    record = conversation.trajectory(prompt=prompt, group=0, reward=1.0, stop=StopReason.EOS)
+    assert record.completion.tolist() == [7, 2] and record.version.tolist() == [-1, -1, 4, 4]
+    assert (
+        record.tokens.dtype == np.int32 and record.logprob.dtype == np.float32 and record.mask.dtype == bool
+    )
+
+
+def test_mistakes_are_refused():
+    with pytest.raises(ValueError, match="2 tokens but 1 log-probs"):
+        Conversation.start([1]).append_sampled([1, 2], [0.0], 0)
+    with pytest.raises(ValueError, match="must not be negative"):
+        Conversation.start([1]).truncate(-1)
+    with pytest.raises(ValueError, match="one shape"):
+        Conversation(
+            tokens=np.zeros(2, np.int32),
+            mask=np.zeros(1, bool),
+            logprob=np.zeros(2),
+            version=np.zeros(2),
+            kv_version=np.zeros(2),
+        )
