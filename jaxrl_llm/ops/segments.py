@@ -101,25 +101,25 @@ def group_sum(values: Array, group: Array) -> Array:
 class Trajectories(NamedTuple):
     """One entry for each trajectory, in arrays of the static length N = B·T; unused entries are empty."""
 
-    index: Array  # i32[B, T], entry of each token
+    entry: Array  # i32[B, T], entry of each token
     length: Array  # f32[N], trained tokens; 0 = not a trajectory, or nothing of it is trained
     present: Array  # bool[N], length > 0
 
     def sum(self, values: Array, mask: Array) -> Array:
         """f[N]: Σ over the masked tokens of each trajectory."""
-        return _sum(keep(mask, values), self.index)
+        return _sum(keep(mask, values), self.entry)
 
     def any(self, flags: Array, mask: Array) -> Array:
         """bool[N]: whether any masked token of the trajectory carries the flag."""
-        return _sum((flags & mask).astype(jnp.int32), self.index) > 0
+        return _sum((flags & mask).astype(jnp.int32), self.entry) > 0
 
     def spread(self, values: Array) -> Array:
         """[B, T]: the value of its trajectory at each token."""
-        return values[self.index]
+        return values[self.entry]
 
     def once(self, mask: Array) -> Array:
         """f32[B, T]: 1 / length at trained tokens, so that a sum over tokens counts trajectories."""
-        return keep(mask, quotient(jnp.ones_like(self.length), self.length)[self.index])
+        return keep(mask, quotient(jnp.ones_like(self.length), self.length)[self.entry])
 
 
 def trajectories(trajectory: Array, mask: Array) -> Trajectories:
@@ -159,7 +159,7 @@ def groups(values: Array, valid: Array, group: Array, mask: Array, each: Traject
     dense = _dense(group)
     size = values.shape[0]
     # The group of a trajectory: the group of its trained tokens (prompt and padding ids do not matter).
-    of = jnp.zeros((size,), jnp.int32).at[each.index].max(jnp.where(mask, dense, 0))
+    of = jnp.zeros((size,), jnp.int32).at[each.entry].max(jnp.where(mask, dense, 0))
     valid = valid & each.present
 
     def total(x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.segments import trajectories
@@ -29,7 +30,9 @@ def clean(batch: TokenBatch) -> TokenBatch:
 
     Done before anything is computed from it: a `where` after an exp would not stop a NaN gradient.
     """
-    changed = {name: keep(batch.mask, x) for name in MASKED if (x := getattr(batch, name)) is not None}
+    changed: dict[str, Any] = {
+        name: keep(batch.mask, x) for name in MASKED if (x := getattr(batch, name)) is not None
+    }
     if batch.rewards is not None:
         changed["rewards"] = {name: keep(batch.mask, x) for name, x in batch.rewards.items()}
     return batch.replace(**changed)

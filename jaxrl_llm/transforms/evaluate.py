@@ -75,18 +75,19 @@ def evaluate(
             "evaluate(): batch.norm is None. Call batch, state = objective.prepare(batch, state) on the whole "
             "rollout batch first (or use `loss`, which does)."
         )
+    norm, count = batch.norm, batch.count
     batch = clean(batch)
     result = objective.apply(start_loss(output, batch), batch, state)
 
     total = jnp.zeros((), result.logprob.dtype)
-    denominator = jnp.sum(batch.count).astype(total.dtype)
+    denominator = jnp.sum(count).astype(total.dtype)
     metrics = {}
     if result.policy is not None:
-        policy = jnp.sum(keep(batch.mask, batch.norm * result.weight * result.policy))
+        policy = jnp.sum(keep(batch.mask, norm * result.weight * result.policy))
         total = total + policy
         metrics["loss_policy"] = Mean(jax.lax.stop_gradient(policy), denominator)
-    for name, (value, norm) in result.penalties.items():
-        penalty = jnp.sum(keep(batch.mask, (batch.norm if norm is None else norm) * value))
+    for name, (value, own) in result.penalties.items():
+        penalty = jnp.sum(keep(batch.mask, (norm if own is None else own) * value))
         total = total + penalty
         metrics[f"penalty_{name}"] = Mean(jax.lax.stop_gradient(penalty), denominator)
     metrics |= _policy_metrics(result, batch).metrics | result.metrics

@@ -135,7 +135,7 @@ def own_norm(name: str, normalizer: LossTransform | None):
     """
     if normalizer is None:
         return None
-    if not isinstance(normalizer, LossTransform) or "batch.norm" not in normalizer.info.writes:
+    if not isinstance(normalizer, LossTransform) or [info.writes for info in normalizer.info] != [WRITES]:
         raise ValueError(f"{name}: normalize must be a normalize_by_... stage or None, got {normalizer!r}.")
 
     def prepare(batch):

@@ -44,7 +44,7 @@ def _write(loss: LossState, batch: TokenBatch, log_ratio: jax.Array) -> LossStat
 
 @stage(reads=_reads, writes=("loss.log_ratio",))
 def token_ratio(anchor: str = "behavior"):
-    """log r_t = log π_t - log anchor_t."""
+    """log r_t = log π_t - log anchor_t: the importance ratio of each token (PPO, arXiv 1707.06347, eq. 6)."""
     checks.choice("token_ratio", "anchor", anchor, ANCHORS)
 
     def apply(loss, batch):
