@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.task import PromptFormat, SplitName, Task, prompt_of
+from jaxrl_llm.rollout.task import SplitName, Task, prompt_of
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt
 
@@ -30,7 +30,7 @@ class PromptSource:
     """Prompts of one split of a task, in batches.
 
     Args:
-      task, tokenizer, form: what `prompt_of` needs.
+      task, tokenizer: what `prompt_of` needs.
       seed: of the split and of the shuffling.
       split: "train" or "eval".
       max_prompt_tokens: longer prompts are skipped and counted in `skipped`; None = no limit.
@@ -50,7 +50,6 @@ class PromptSource:
         *,
         seed: int = 0,
         split: SplitName = "train",
-        form: PromptFormat = PromptFormat(),  # noqa: B008 - frozen
         max_prompt_tokens: int | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
@@ -58,10 +57,12 @@ class PromptSource:
     ):
         number, shards = shard
         if not 0 <= number < shards:
-            raise ValueError(f"PromptSource: shard must be (number, of how many) with number below it, got {shard}.")
-        self._task, self._tokenizer, self._form = task, tokenizer, form
+            raise ValueError(
+                f"PromptSource: shard must be (number, of how many) with number below it, got {shard}."
+            )
+        self._task, self._tokenizer = task, tokenizer
         self._items = task.split(split, seed)
-        self._limit = max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         size = self._items.size
         if epochs is not None and (epochs < 1 or size is None):
             raise ValueError(
@@ -74,7 +75,9 @@ class PromptSource:
             positions = positions[number::shards]
         self._epoch_length = len(positions)
         if not self._epoch_length:
-            raise InputError(f"task {task.name}: {size} items cannot be shared by {shards} processes; use fewer.")
+            raise InputError(
+                f"task {task.name}: {size} items cannot be shared by {shards} processes; use fewer."
+            )
         self._end = None if epochs is None else epochs * self._epoch_length
         self._positions = positions.repeat(None if epochs is None else epochs)
         self._search = _SEARCH if size is None else 2 * self._epoch_length
@@ -125,7 +128,7 @@ class PromptSource:
             prompt = self._prompt(self._cursor)
             self._cursor += 1
             length = len(prompt.tokens)
-            if self._limit is None or length <= self._limit:
+            if self.max_prompt_tokens is None or length <= self.max_prompt_tokens:
                 batch.append(prompt)
                 too_long = 0
                 continue
@@ -134,7 +137,7 @@ class PromptSource:
             shortest = length if shortest is None else min(shortest, length)
             if too_long >= self._search or (self._end == self._cursor == self._skipped):
                 raise InputError(
-                    f"task {self._task.name}: none of {too_long} prompts fits into {self._limit} tokens; the shortest "
+                    f"task {self._task.name}: none of {too_long} prompts fits into {self.max_prompt_tokens} tokens; the shortest "
                     f"has {shortest}. Raise the limit (model.max_context, task.max_prompt_tokens) or shorten the "
                     "prompts."
                 )
@@ -144,7 +147,7 @@ class PromptSource:
         index = int(np.asarray(self._positions[cursor % _ENDLESS]))
         visit = cursor // self._epoch_length
         uid = f"{self._task.name}/{self._items.name}/{self._items.seed}/{index}#{visit}"
-        return prompt_of(self._task, self._items.item(index), self._tokenizer, self._form, uid=uid)
+        return prompt_of(self._task, self._items.item(index), self._tokenizer, uid=uid)
 
     def state(self) -> dict[str, Any]:
         """Where the stream is, as JSON values."""
@@ -157,7 +160,9 @@ class PromptSource:
           InputError: the state belongs to other data, another seed or another division among processes.
         """
         saved = dict(state["identity"])
-        changed = [f"{k}: saved {saved.get(k)!r}, now {v!r}" for k, v in self._identity.items() if saved.get(k) != v]
+        changed = [
+            f"{k}: saved {saved.get(k)!r}, now {v!r}" for k, v in self._identity.items() if saved.get(k) != v
+        ]
         if changed:
             raise InputError(
                 f"the data of the snapshot is not the data of this run ({'; '.join(changed)}). Use the same task, "

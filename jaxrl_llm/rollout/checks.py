@@ -56,7 +56,7 @@ def self_test(task: Task, *, items: int = 4, seed: int = 0) -> SelfTest:
         nonlocal unscored
         try:
             score = task.score(item, completion)
-        except Exception as error:  # noqa: BLE001 - any error here would stop a run later; it is reported as bad input
+        except Exception as error:  # any error here would stop a run later; it is reported as bad input
             raise InputError(
                 f"verifier self-test: task {task.name} raised {type(error).__name__} on {what}: {error}. A verifier "
                 "returns Score(None, reason=…) when it cannot judge."
@@ -80,7 +80,9 @@ def self_test(task: Task, *, items: int = 4, seed: int = 0) -> SelfTest:
         gold = item.answer or ""
         wrongs = [h for h in HOSTILE if not h.strip() or h.strip() != gold.strip()]
         if task.exact:
-            others = [o.answer for o in tried if o.answer and not answers_equal(o.answer, gold, percent_asked=True)]
+            others = [
+                o.answer for o in tried if o.answer and not answers_equal(o.answer, gold, percent_asked=True)
+            ]
             wrongs += [task.write(answer) for answer in others]
             wrongs.append(task.write(f"{gold} or {others[0] if others else 'not'}"))
         for completion in wrongs:

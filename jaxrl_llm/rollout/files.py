@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.rollout.task import HELD_OUT, Item, Split, SplitName, _check_split, find_grader
+from jaxrl_llm.rollout.task import HELD_OUT, Item, PromptFormat, Split, SplitName, _check_split, find_grader
 
 __all__ = ["FileTask", "jsonl_task", "read_jsonl"]
 
@@ -31,6 +32,7 @@ class FileTask:
     stop: tuple[str, ...]
     overlap: int = 0  # training rows left out because the evaluation file has the same content
     exact: bool = True
+    form: PromptFormat = PromptFormat()
 
     def split(self, name: SplitName, seed: int) -> Split:
         """See `Task.split`. Raises InputError when the split has no rows."""
@@ -57,7 +59,11 @@ class FileTask:
 
 
 def read_jsonl(
-    path: str | pathlib.Path, *, prompt_field: str = "prompt", answer_field: str = "answer", answer_after: str = ""
+    path: str | pathlib.Path,
+    *,
+    prompt_field: str = "prompt",
+    answer_field: str = "answer",
+    answer_after: str = "",
 ) -> list[Item]:
     """Reads the rows of a file: UTF-8 with or without a byte-order mark, any line ends, blank lines ignored.
 
@@ -77,14 +83,18 @@ def read_jsonl(
     except FileNotFoundError:
         raise InputError(f"data file {path} does not exist.") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it.") from None
+        raise InputError(
+            f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
+        ) from None
     except OSError as error:
         raise InputError(f"data file {path} cannot be read: {error.strerror or error}.") from None
     items = []
     # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            items.append(_row(line, f"data file {path}, line {number}", prompt_field, answer_field, answer_after))
+            items.append(
+                _row(line, f"data file {path}, line {number}", prompt_field, answer_field, answer_after)
+            )
     if not items:
         raise InputError(f'data file {path} has no rows; expected one {{"prompt": …, "answer": …}} a line.')
     return items
@@ -207,7 +217,7 @@ def jsonl_task(
     if stop is None:
         stop = ("\n",) if grader in ("line", "number") else ()
     return FileTask(
-        name=f"jsonl:{pathlib.Path(path).name}",
+        name="jsonl:" + re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(path).name),  # appears in metric names
         rows=rows,
         grader=chosen,
         max_tokens=max_tokens,

@@ -34,6 +34,7 @@ from jaxrl_llm.rollout.task import (
     HELD_OUT,
     MAX_DRAWS,
     Item,
+    PromptFormat,
     Split,
     SplitName,
     _check_split,
@@ -50,12 +51,24 @@ _REFUSED = {
     "codeio": "its items are not reproducible and its scorer runs code",
     "composite": "it is made of other families; use one of them",
 }
-_SEVERAL_RIGHT = ("n_queens", "simple_integration", "intermediate_integration")  # and the scorer evaluates code
+_SEVERAL_RIGHT = (
+    "n_queens",
+    "simple_integration",
+    "intermediate_integration",
+)  # and the scorer evaluates code
 _OWN_GOLD_ONLY = ("number_sorting",)  # its scorer evaluates the gold answer, never the policy's
 _SLOW = {  # tenths of a second an item: a larger held-out share, so that few draws are thrown away
     name: 0.5
     for name in (
-        *("futoshiki", "knight_swap", "zebra_puzzles", "figlet_font", "arc_agi", "advanced_geometry", "rearc"),
+        *(
+            "futoshiki",
+            "knight_swap",
+            "zebra_puzzles",
+            "figlet_font",
+            "arc_agi",
+            "advanced_geometry",
+            "rearc",
+        ),
         *("intermediate_integration", "puzzle24", "countdown"),
     )
 }
@@ -103,6 +116,7 @@ class GymTask:
     max_tokens: int
     stop: tuple[str, ...]
     held_out: float
+    form: PromptFormat = PromptFormat()
     dataset: Callable[[int], Any]  # seed -> package data set of CHUNK items, cached
 
     @property
@@ -162,8 +176,10 @@ class GymTask:
                     right = _solves(self.family, found, entry)
                 else:
                     right = float(self.dataset(item.extra["dataset_seed"]).score_answer(found, entry)) >= 1.0
-            except Exception as error:  # noqa: BLE001 - a fault of somebody else's scorer is no wrong answer
-                return Score(None, parts, f"the scorer of {self.family} failed: {type(error).__name__}: {error}")
+            except Exception as error:  # a fault of somebody else's scorer is no wrong answer
+                return Score(
+                    None, parts, f"the scorer of {self.family} failed: {type(error).__name__}: {error}"
+                )
         parts["lenient"] = max(parts["lenient"], float(right))
         return Score(float(right), parts, "" if right else f"answer {found[:80]!r} is not right")
 
@@ -186,7 +202,7 @@ def _within(seconds: float, function: Callable[[], Any], what: str) -> Any:
     def work() -> None:
         try:
             result.append(function())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+        except BaseException as error:  # handed to the caller below
             failure.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
@@ -215,11 +231,13 @@ def _choose_judge(name: str, family: str, dataset: Any, entries: list[Mapping[st
         for nonsense in _NONSENSE:
             try:
                 paid = float(dataset.score_answer(nonsense, entry)) >= 1.0
-            except Exception:  # noqa: BLE001 - a crash is no credit; `score` reports it as None
+            except Exception:  # a crash is no credit; `score` reports it as None
                 paid = False
             if paid:
                 if not has_gold:
-                    raise InputError(f"task {name}: its scorer pays in full for {nonsense!r}. Choose another family.")
+                    raise InputError(
+                        f"task {name}: its scorer pays in full for {nonsense!r}. Choose another family."
+                    )
                 return "text"
     return "package"
 
@@ -260,7 +278,9 @@ def reasoning_gym_task(
     chosen = find_grader(grader, f"task {name}")
     settings = dict(config or {})
     fields = [
-        f.name for f in dataclasses.fields(package.factory.DATASETS[family][1]) if f.name not in ("seed", "size")
+        f.name
+        for f in dataclasses.fields(package.factory.DATASETS[family][1])
+        if f.name not in ("seed", "size")
     ]
     for key in settings:
         if key not in fields:
@@ -285,7 +305,7 @@ def reasoning_gym_task(
         first, entries = _within(FIRST_ITEM_SECONDS, probe, f"task {name}")
     except InputError:
         raise
-    except Exception as error:  # noqa: BLE001 - the package checks its settings with assert, and by failing
+    except Exception as error:  # the package checks its settings with assert, and by failing
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InputError(
             f"task {name}: the package refuses config {settings!r} ({detail}). Settings: {', '.join(fields)}."

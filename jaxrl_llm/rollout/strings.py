@@ -21,7 +21,9 @@ def copy(length: int = 4) -> GeneratedTask:
 
     def draw(stream: HashStream) -> Question:
         word = _word(stream, length)
-        return Question(text=f"Repeat the word {word}.", answer=word, prefix="The word is", key=f"copy {word}")
+        return Question(
+            text=f"Repeat the word {word}.", answer=word, prefix="The word is", key=f"copy {word}"
+        )
 
     return GeneratedTask(name="copy", draw=draw, grader=GRADERS["line"], max_tokens=length + 4)
 

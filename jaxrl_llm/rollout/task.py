@@ -45,6 +45,7 @@ __all__ = [
     "make_task",
     "prompt_of",
     "register_task",
+    "render",
 ]
 
 SplitName = Literal["train", "eval"]
@@ -94,6 +95,16 @@ class Split:
     item: Callable[[int], Item]  # index -> item, pure
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """How an item becomes token ids."""
+
+    system: str | None = None  # text of the system turn; None = no system turn, not even the template's own
+    template_system: bool = False  # with system None: leave the system turn to the chat template
+    begin_assistant: bool = True  # put the task's prefix in front of the answer
+    chat: bool = True  # False: plain text "question, newline, prefix", for base models
+
+
 class Task(Protocol):
     """What the loop needs to know about a task."""
 
@@ -112,6 +123,10 @@ class Task(Protocol):
     @property
     def exact(self) -> bool:
         """True when an answer is right only if it equals the gold answer."""
+
+    @property
+    def form(self) -> PromptFormat:
+        """How its items are rendered."""
 
     def split(self, name: SplitName, seed: int) -> Split:
         """Items to train on ("train") or to measure with ("eval")."""
@@ -178,6 +193,7 @@ class GeneratedTask:
     stop: tuple[str, ...] = ("\n",)
     held_out: float = HELD_OUT
     exact: bool = True
+    form: PromptFormat = PromptFormat()
 
     def split(self, name: SplitName, seed: int) -> Split:
         """See `Task.split`."""
@@ -224,7 +240,10 @@ TASKS: dict[str, Callable[..., Task]] = {}  # built-in tasks; their keyword argu
 
 
 def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Task]]:
-    """Decorator: makes a function that builds a task available to `make_task` under a name."""
+    """Decorator: makes a function that builds a task available to `make_task` under a name.
+
+    The task must be a frozen dataclass with a field `form`, so that `make_task` can set its prompt format.
+    """
 
     def add(build: Callable[..., Task]) -> Callable[..., Task]:
         if name in TASKS:
@@ -236,7 +255,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """" Did you mean X?" for the nearest known word, or ""."""
+    """ " Did you mean X?" for the nearest known word, or ""."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -251,12 +270,21 @@ def find_grader(name: str, where: str) -> Grader:
     return GRADERS[name]
 
 
-def make_task(name: str, args: Mapping[str, Any] | None = None, **more: Any) -> Task:
+def make_task(
+    name: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    system: str | None = None,
+    form: PromptFormat | None = None,
+    **more: Any,
+) -> Task:
     """Finds a task by name.
 
     Args:
       name: a built-in task, `reasoning_gym:FAMILY` (extra [demo]) or `jsonl:FILE`.
       args, more: arguments of the task, such as `digits` of `addition`.
+      system: text of the system turn of its prompts; None = no system turn.
+      form: everything about the rendering of its prompts; default `PromptFormat(system=system)`.
 
     Raises:
       InputError: no such task or argument, a bad value, an unreadable file.
@@ -275,13 +303,17 @@ def make_task(name: str, args: Mapping[str, Any] | None = None, **more: Any) -> 
     else:
         known = [*TASKS, "jsonl:FILE", "reasoning_gym:FAMILY"]
         del arithmetic, strings
-        raise InputError(f"task {name!r} does not exist.{nearest(name, known)} Tasks: {', '.join(sorted(known))}.")
+        raise InputError(
+            f"task {name!r} does not exist.{nearest(name, known)} Tasks: {', '.join(sorted(known))}."
+        )
     known = [p for p in inspect.signature(build).parameters][len(first) :]
     for key in args:
         if key not in known:
             allowed = ", ".join(known) or "none"
             raise InputError(f"task {name}: no argument {key!r}.{nearest(key, known)} Arguments: {allowed}.")
-    return build(*first, **args)
+    task = build(*first, **args)
+    form = PromptFormat(system=system) if form is None else form
+    return dataclasses.replace(task, form=form)  # type: ignore[type-var]  # tasks are dataclasses, see register_task
 
 
 def check_integer(task: str, name: str, value: Any, low: int, high: int) -> int:
@@ -294,42 +326,37 @@ def check_integer(task: str, name: str, value: Any, low: int, high: int) -> int:
 # ------------------------------------------------------------------------------------ rendering
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptFormat:
-    """How an item becomes token ids."""
+def render(
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: Tokenizer,
+    form: PromptFormat = PromptFormat(),
+    *,
+    prefix: str = "",
+) -> list[int]:
+    """Token ids of a conversation that the model is to go on with.
 
-    system: str | None = None  # text of the system turn; None = no system turn, not even the template's own
-    template_system: bool = False  # with system None: leave the system turn to the chat template
-    begin_assistant: bool = True  # put the task's prefix in front of the answer
-    chat: bool = True  # False: plain text "question, newline, prefix", for base models
-
-
-def _render(messages: list[dict[str, str]], prefix: str, tokenizer: Tokenizer, form: PromptFormat) -> list[int]:
+    Args:
+      messages: [{"role": …, "content": …}, …], up to the answer; a last turn of the assistant is continued.
+      prefix: the begun assistant turn; ignored when `form.begin_assistant` is False.
+    """
+    turns = [dict(m) for m in messages]
+    prefix = prefix if form.begin_assistant else ""
     if not form.chat:
-        text = "\n".join(m["content"] for m in messages)
-        return tokenizer.encode(f"{text}\n{prefix}", add_bos=True)
-    if form.system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": form.system}, *messages]
+        return tokenizer.encode("\n".join([*(m["content"] for m in turns), prefix]), add_bos=True)
+    if form.system is not None and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": form.system}, *turns]
     if prefix:
-        messages = [*messages, {"role": "assistant", "content": prefix}]
-    begun = messages[-1]["role"] == "assistant"
+        turns = [*turns, {"role": "assistant", "content": prefix}]
+    begun = turns[-1]["role"] == "assistant"
     return tokenizer.chat(
-        messages,
+        turns,
         add_generation_prompt=not begun,
         continue_final_message=begun,
         default_system=form.template_system,
     )
 
 
-def prompt_of(
-    task: Task,
-    item: Item,
-    tokenizer: Tokenizer,
-    form: PromptFormat = PromptFormat(),  # noqa: B008 - frozen
-    *,
-    uid: str,
-) -> Prompt:
-    """Renders an item; `uid` identifies this visit of it."""
-    prefix = item.prefix if form.begin_assistant else ""
-    tokens = _render(task.messages(item), prefix, tokenizer, form)
+def prompt_of(task: Task, item: Item, tokenizer: Tokenizer, *, uid: str) -> Prompt:
+    """Renders an item in the task's format; `uid` identifies this visit of it."""
+    tokens = render(task.messages(item), tokenizer, task.form, prefix=item.prefix)
     return Prompt(uid=uid, tokens=np.asarray(tokens, np.int32), task=task.name, payload=item.payload())

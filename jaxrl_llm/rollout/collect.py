@@ -1,0 +1,130 @@
+"""Completions -> trajectories: scoring what was sampled, and nothing else."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rollout.filters import by_group, is_informative
+from jaxrl_llm.rollout.task import Task, item_of
+from jaxrl_llm.sampler.base import Completion
+from jaxrl_llm.tokens.tokenizer import Tokenizer
+from jaxrl_llm.types import StopReason, Trajectory
+
+__all__ = ["collect", "rollout_metrics", "sampled_text", "score_completion", "trajectory_of"]
+
+
+def sampled_text(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
+    """The text that the policy wrote, special tokens left out: what a reward may see.
+
+    Args:
+      tokens: i32[L], prompt, sampled and foreign tokens (tool output, templates).
+      mask: bool[L], sampled by the policy.
+
+    Returns:
+      Each unbroken run of sampled tokens decoded by itself, joined with newlines: joined directly, "4" and
+      "2" around a tool's output would read as 42.
+    """
+    edges = np.flatnonzero(
+        np.diff(np.concatenate([[False], np.asarray(mask, bool), [False]]).astype(np.int8))
+    )
+    runs = edges.reshape(-1, 2)
+    return "\n".join(tokenizer.decode(tokens[start:end].tolist()) for start, end in runs)
+
+
+def score_completion(task: Task, item_source: Completion | Trajectory, text: str) -> Score:
+    """The task's score of a text; None with the reason when the sampler or the verifier failed."""
+    if item_source.stop is StopReason.ERROR:
+        return Score(None, reason="the completion ended in an error")
+    try:
+        return task.score(item_of(item_source.prompt), text)
+    except Exception as error:  # one broken verifier call must not end a run; it is counted
+        return Score(None, reason=f"the verifier of {task.name} raised {type(error).__name__}: {error}")
+
+
+def trajectory_of(completion: Completion, score: Score, *, group: int, temperature: float) -> Trajectory:
+    """Puts the prompt in front of a completion; prompt tokens are marked as not sampled."""
+    prompt = np.asarray(completion.prompt.tokens, np.int32)
+    sampled = np.asarray(completion.tokens, np.int32)
+
+    def after_prompt(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
+        return np.concatenate([np.full(len(prompt), fill, dtype), np.asarray(values, dtype)])
+
+    return Trajectory(
+        prompt=completion.prompt,
+        group=group,
+        tokens=np.concatenate([prompt, sampled]),
+        mask=np.arange(len(prompt) + len(sampled)) >= len(prompt),
+        logprob=after_prompt(completion.logprobs, 0.0, np.float32),
+        version=after_prompt(completion.versions, -1, np.int32),
+        kv_version=after_prompt(completion.kv_versions, -1, np.int32),
+        reward=None if score.value is None else float(score.value),
+        rewards={name: float(part) for name, part in score.parts.items()},
+        reason=score.reason,
+        stop=completion.stop,
+        temperature=temperature,
+        timings=dict(completion.timings),
+    )
+
+
+def collect(
+    completions: Sequence[Completion],
+    task: Task | Mapping[str, Task],
+    tokenizer: Tokenizer,
+    *,
+    temperature: float = 1.0,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Scores completions.
+
+    Args:
+      completions: in any order; those of the same prompt visit (uid) form a group.
+      task: the task that asked, or the tasks by name when prompts come from several.
+      tokenizer: decodes the sampled tokens.
+      temperature: that the completions were drawn at.
+
+    Returns:
+      (trajectories in the order of the completions, `rollout_metrics` of them).
+    """
+    groups: dict[str, int] = {}
+    trajectories = []
+    for completion in completions:
+        own = task[completion.prompt.task] if isinstance(task, Mapping) else task
+        tokens = np.asarray(completion.tokens)
+        text = sampled_text(tokens, np.ones(len(tokens), bool), tokenizer)
+        score = score_completion(own, completion, text)
+        group = groups.setdefault(completion.prompt.uid, len(groups))
+        trajectories.append(trajectory_of(completion, score, group=group, temperature=temperature))
+    return trajectories, rollout_metrics(trajectories)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Figures of a rollout batch. A reward that could not be computed is counted, and left out of the means."""
+    rewards = np.array([t.reward for t in trajectories if t.reward is not None], np.float64)
+    lengths = np.array([int(t.mask.sum()) for t in trajectories], np.float64)
+    stops = collections.Counter(t.stop for t in trajectories)
+    groups = by_group(trajectories)
+    number = max(1, len(trajectories))
+    errors = len(trajectories) - len(rewards)
+    metrics = {
+        "reward/mean": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward/std": float(rewards.std()) if len(rewards) else 0.0,
+        "reward/accuracy": float((rewards >= 1.0).mean()) if len(rewards) else 0.0,
+        "reward/errors": float(errors),
+        "reward/no_signal": errors / number,
+        "completion/length_mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "completion/length_max": float(lengths.max()) if len(lengths) else 0.0,
+        "completion/truncated_fraction": stops[StopReason.LENGTH] / number,
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/trajectories": float(len(trajectories)),
+        "rollout/groups": float(len(groups)),
+        "rollout/no_signal_groups": float(sum(not is_informative(group) for group in groups.values())),
+    }
+    metrics |= {f"completion/stop_{stop.value}": stops[stop] / number for stop in StopReason}
+    parts: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            parts.setdefault(name, []).append(value)
+    return metrics | {f"reward/part_{name}": float(np.mean(values)) for name, values in sorted(parts.items())}
