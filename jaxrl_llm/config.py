@@ -58,13 +58,13 @@ class TaskSettings:
 class RolloutSettings:
     prompts: Positive = 16  # prompts (groups) per train step
     group_size: Positive = 8  # samples per prompt
-    max_tokens: Positive = 64  # new tokens per sample
+    max_tokens: Positive | None = None  # new tokens per sample; default: what the task says is enough
     temperature: Annotated[float, pydantic.Field(gt=0)] = 1.0
     top_p: Fraction = 1.0
     top_k: Natural = 0  # 0: no limit
     min_p: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
     min_tokens: Natural = 0
-    stop: tuple[str, ...] = ()  # strings that end a completion
+    stop: tuple[str, ...] | None = None  # strings that end a completion; default: those of the task
 
 
 @_section
@@ -92,7 +92,7 @@ class LearnerSettings:
     minibatches: Positive = 1  # optimiser updates per pass over the rollout batch
     epochs: Positive = 1  # passes over the rollout batch
     micro_batch_rows: Positive = 16  # rows per forward and backward pass
-    remat: bool = True  # recompute layers in the backward pass
+    remat: Literal["none", "dots", "full"] = "dots"  # backward pass recomputes nothing | all but products | layers
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
     pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
 
@@ -323,15 +323,14 @@ def _relations(c: Config) -> list[str]:
             f"learner.minibatches: {c.learner.minibatches} does not divide the {rows} rows of a train step "
             f"(rollout.prompts {c.rollout.prompts} x rollout.group_size {c.rollout.group_size})."
         )
-    if c.rollout.max_tokens >= c.model.max_context:
+    new = c.rollout.max_tokens or 1
+    if new >= c.model.max_context:
         out.append(
-            f"rollout.max_tokens: {c.rollout.max_tokens} new tokens leave no room for a prompt in "
+            f"rollout.max_tokens: {new} new tokens leave no room for a prompt in "
             f"model.max_context {c.model.max_context}."
         )
-    if c.rollout.min_tokens > c.rollout.max_tokens:
-        out.append(
-            f"rollout.min_tokens: {c.rollout.min_tokens} is more than rollout.max_tokens {c.rollout.max_tokens}."
-        )
+    if c.rollout.max_tokens and c.rollout.min_tokens > new:
+        out.append(f"rollout.min_tokens: {c.rollout.min_tokens} is more than rollout.max_tokens {new}.")
     for name in ("top_p", "top_k", "min_p"):
         value, off = getattr(c.rollout, name), getattr(RolloutSettings(), name)
         if value != off:
@@ -339,12 +338,12 @@ def _relations(c: Config) -> list[str]:
                 f"rollout.{name}: {value} truncates the distribution that training samples are drawn from, and "
                 f"the learner cannot yet take its log-probs over the truncated support; use {off}."
             )
-    if c.task.max_prompt_tokens and c.task.max_prompt_tokens + c.rollout.max_tokens > c.model.max_context:
+    if c.task.max_prompt_tokens and c.task.max_prompt_tokens + new > c.model.max_context:
         out.append(
-            f"task.max_prompt_tokens: {c.task.max_prompt_tokens} + rollout.max_tokens {c.rollout.max_tokens} is "
+            f"task.max_prompt_tokens: {c.task.max_prompt_tokens} + rollout.max_tokens {new} is "
             f"more than model.max_context {c.model.max_context}."
         )
-    if "" in c.rollout.stop:
+    if "" in (c.rollout.stop or ()):
         out.append("rollout.stop: an empty string would stop every completion at once; remove it.")
     return out
 

@@ -34,19 +34,22 @@ from jaxrl_llm.data.source import PromptSource
 from jaxrl_llm.diagnostics.display import make_display
 from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter
 from jaxrl_llm.diagnostics.report import write_report
+from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import fill_logprobs, make_score
 from jaxrl_llm.learner.state import finish_train_step, init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.objectives import build_objective, uses_groups
 from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import pack
-from jaxrl_llm.rollout.task import Task, make_task, self_test
+from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.transforms import needed_fields
@@ -66,13 +69,29 @@ class Policy:
     task: Task
 
 
+_REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
+
+
+def configured_model(config: Config) -> Model:
+    """Loads the model of a config, with its tokenizer and compute dtypes.
+
+    Raises:
+      InputError: see `load_model`; or the model brings no tokenizer.
+    """
+    model = load_model(config.model.source, dtype=config.model.dtype)
+    if model.tokenizer is None:
+        raise InputError(f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json.")
+    changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
+    return dataclasses.replace(model, config=changed)
+
+
 def build_task(config: Config) -> Task:
     """The task of a config, checked: its verifier must know right from wrong.
 
     Raises:
       InputError: no such task, arguments that it does not take, or a verifier that fails its self-test.
     """
-    task = make_task(config.task.name, system=config.task.system, **config.task.args)
+    task = make_task(config.task.name, config.task.args, system=config.task.system)
     self_test(task)
     return task
 
@@ -95,18 +114,34 @@ def build_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh | None =
     )
 
 
-def sampling_params(config: Config, **changes: Any) -> SamplingParams:
+def prompt_room(config: Config, task: Task) -> int:
+    """Tokens that a prompt may have.
+
+    Raises:
+      InputError: the answers of the task leave no room for a prompt.
+    """
+    new = config.rollout.max_tokens or task.max_tokens
+    room = config.model.max_context - new
+    if room < 1:
+        raise InputError(
+            f"model.max_context: {config.model.max_context} tokens hold no prompt beside {new} new ones; raise it or "
+            f"lower rollout.max_tokens."
+        )
+    return min(room, config.task.max_prompt_tokens or room)
+
+
+def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParams:
     """The sampling distribution of the training rollouts, with `changes` for evaluation."""
     r = config.rollout
     params = SamplingParams(
-        max_tokens=r.max_tokens,
+        max_tokens=r.max_tokens or task.max_tokens,
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,
         min_p=r.min_p,
         min_tokens=r.min_tokens,
         n=r.group_size,
-        stop=r.stop,
+        stop=task.stop if r.stop is None else r.stop,
         seed=config.seed,
     )
     return dataclasses.replace(params, **changes)
@@ -257,20 +292,13 @@ class Run:
         task = build_task(config)
         prepare_folder(folder, config, resume=resume)
         self.mesh = build_mesh(config)
-        model = load_model(config.model.source, dtype=config.model.dtype)
-        if model.tokenizer is None:
-            raise InputError(f"{config.model.source} has no tokenizer, so it cannot answer a task.")
-        if config.model.head_dtype:
-            model = dataclasses.replace(
-                model, config=dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-            )
+        model = configured_model(config)
         self.policy = Policy(model, build_sampler(config, model, self.mesh), task)
-        room = config.model.max_context - config.rollout.max_tokens
         self.source = PromptSource(
             task,
             model.tokenizer,
             seed=config.task.seed,
-            max_prompt_tokens=min(room, config.task.max_prompt_tokens or room),
+            max_prompt_tokens=prompt_room(config, task),
         )
         updates = config.steps * config.learner.minibatches * config.learner.epochs
         o = config.optimizer
@@ -296,7 +324,7 @@ class Run:
                 self.optimizer,
                 self.mesh,
                 micro_batch_rows=learner.micro_batch_rows,
-                remat=learner.remat,
+                remat=_REMAT[learner.remat],
                 chunk=learner.head_chunk,
             )
         except ValueError as error:
@@ -334,7 +362,7 @@ class Run:
         config = self.config
         prompts = self.source.next_batch(config.rollout.prompts)
         completions = self.policy.sampler.generate(
-            self.state.params, prompts, sampling_params(config), version=self.version, on_progress=on_progress
+            self.state.params, prompts, sampling_params(config, self.policy.task), version=self.version, on_progress=on_progress
         )
         trajectories, metrics = collect(
             completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
@@ -369,8 +397,7 @@ class Run:
         self.state = finish_train_step(self.state)
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
-        logged = {f"policy/{name}": float(mean.value) for name, mean in batch.logged.items()}
-        return logged | merge_updates(jax.device_get(updates)), {
+        return merge_updates(jax.device_get(updates)), {
             "time/score": scored - begin,
             "time/update": done - scored,
         }
@@ -383,11 +410,11 @@ class Run:
             self.state.params,
             self.policy.task,
             self.tokenizer,
-            sampling_params(config, n=1, seed=config.evaluation.seed),
+            sampling_params(config, self.policy.task, n=1, seed=config.evaluation.seed),
             n=config.evaluation.items,
             seed=config.evaluation.seed,
             sampled=config.evaluation.sampled,
-            max_prompt_tokens=self.source.max_prompt_tokens,
+            max_prompt_tokens=prompt_room(config, self.policy.task),
             on_progress=on_progress,
         )
 
@@ -441,9 +468,12 @@ def train(
                 run.restore()
             start = run.version
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
-            with MetricsWriter(folder, resume_version=start if resume else None) as metrics_out, SamplesWriter(
-                folder, resume_version=start if resume else None
-            ) as samples_out:
+            resumed = start if resume else None
+            trackers = make_trackers(config.trackers, folder, as_data(config))
+            with (
+                MetricsWriter(folder, resumed, trackers=trackers) as metrics_out,
+                SamplesWriter(folder, resumed) as samples_out,
+            ):
                 stopped = loop(run, display, stop, metrics_out, samples_out)
             run.snapshots.wait()
         display.phase("report", 0, 0)

@@ -1,1 +1,72 @@
 """Benchmarks: measured figures beside the floors of the machine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["run_bench"]
+
+
+def run_bench(
+    what: str,
+    *,
+    model: str,
+    dtype: str,
+    prompts: int,
+    group: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    micro_batch_rows: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """Measures a rollout, an update, or an iteration (one after the other) on a real model.
+
+    Returns:
+      The figures of `bench_rollout` or `bench_update`; for an iteration both, prefixed, with their sum. The
+      one-minute load average is in it, since a busy machine measures itself.
+    """
+    from jaxrl_llm.bench.rollout import bench_rollout
+    from jaxrl_llm.bench.update import bench_update
+    from jaxrl_llm.errors import InputError
+    from jaxrl_llm.models.load import load_model
+
+    sizes = {"prompts": prompts, "group": group, "new-tokens": new_tokens, "prompt-tokens": prompt_tokens}
+    for name, value in sizes.items():
+        if value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}.")
+    loaded = load_model(model, dtype=dtype)
+    results: dict[str, dict[str, Any]] = {}
+    if what in ("rollout", "iteration"):
+        results["rollout"] = bench_rollout(
+            loaded.config,
+            loaded.params,
+            prompts=prompts,
+            group=group,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            dtype=dtype,
+            repeats=repeats,
+        )
+    if what in ("update", "iteration"):
+        config, params = loaded.config, loaded.params
+        del loaded  # the update consumes the parameters
+        results["update"] = bench_update(
+            config,
+            params,
+            rows=prompts * group,
+            tokens=prompt_tokens + new_tokens,
+            prompt_tokens=prompt_tokens,
+            dtype=dtype,
+            micro_batch_rows=micro_batch_rows,
+            repeats=repeats,
+        )
+    load = {"load_average": os.getloadavg()[0]}
+    if what != "iteration":
+        return {**results[what], **load}
+    seconds = {key: sum(r[key] for r in results.values()) for key in ("seconds", "floor_seconds")}
+    out: dict[str, Any] = {**seconds, "ratio_to_floor": seconds["seconds"] / seconds["floor_seconds"], "dtype": dtype}
+    out["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in results.values())
+    for name, figures in results.items():
+        out |= {f"{name}/{key}": value for key, value in figures.items()}
+    return {**out, **load}

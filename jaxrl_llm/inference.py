@@ -1,0 +1,151 @@
+"""What can be done with a policy besides training it: evaluate, sample, export; from a model or a snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.config import Config, load_config
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.formats.export import save_hf
+from jaxrl_llm.models.load import Model, load_model
+from jaxrl_llm.rollout.evaluate import evaluate
+from jaxrl_llm.rollout.task import prompt_of
+from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.train import (
+    build_sampler,
+    build_task,
+    configured_model,
+    prompt_room,
+    sampling_params,
+)
+from jaxrl_llm.types import Prompt
+
+__all__ = ["evaluate_config", "export", "load_policy", "sample_config"]
+
+
+def load_policy(config: Config, snapshot: str | None = None, version: int | None = None) -> tuple[Model, int]:
+    """The model of a config, with the parameters of a snapshot if one is named: (model, version).
+
+    Raises:
+      InputError: no such snapshot, or it is of a model with other shapes.
+    """
+    model = configured_model(config)
+    if snapshot is None:
+        if version is not None:
+            raise InputError("--version names a snapshot of a run; give the run folder with --snapshot.")
+        return model, 0
+    directory, found = locate(snapshot)
+    store = SnapshotStore(directory, read_only=True)
+    version = version if version is not None else found
+    params, meta = store.restore_params(version, like=model.params)
+    return dataclasses.replace(model, params=params), int(meta["version"])
+
+
+def evaluate_config(config: Config, *, snapshot: str | None = None, version: int | None = None) -> dict[str, Any]:
+    """Held-out accuracy of a policy, greedy and sampled: the `eval/…` keys of metrics.jsonl and `version`."""
+    if not config.evaluation.items:
+        raise InputError("evaluation.items is 0; ask for some, for example --set evaluation.items=128.")
+    task = build_task(config)
+    model, version = load_policy(config, snapshot, version)
+    figures = evaluate(
+        build_sampler(config, model),
+        model.params,
+        task,
+        model.tokenizer,
+        sampling_params(config, task, n=1, seed=config.evaluation.seed),
+        n=config.evaluation.items,
+        seed=config.evaluation.seed,
+        sampled=config.evaluation.sampled,
+        max_prompt_tokens=prompt_room(config, task),
+    )
+    return {"version": version, **figures}
+
+
+def sample_config(
+    config: Config,
+    prompts: Sequence[str] = (),
+    *,
+    snapshot: str | None = None,
+    version: int | None = None,
+    n: int = 1,
+    items: int = 4,
+    greedy: bool = False,
+) -> list[dict[str, Any]]:
+    """Completions as rows of JSON values: prompt, completion, logprob (nats, of the whole completion), stop, reward.
+
+    Args:
+      config: gives the model, the task and the sampling distribution.
+      prompts: user turns; empty: the first `items` held-out items of the task.
+      snapshot, version: a run folder, and which of its snapshots.
+      n: completions per prompt.
+      greedy: the most probable token instead of a sample.
+    """
+    if n < 1 or items < 1:
+        raise InputError(f"--n and --items must be at least 1, got {n} and {items}.")
+    task = build_task(config)
+    model, version = load_policy(config, snapshot, version)
+    room = prompt_room(config, task)
+    split = task.split("eval", config.evaluation.seed)
+    asked: list[tuple[Prompt, Any]] = []
+    for index in range(0 if prompts else min(items, split.size or items)):
+        item = split.item(index)
+        asked.append((prompt_of(task, item, model.tokenizer, uid=f"sample/{index}"), item))
+    for index, text in enumerate(prompts):
+        turns = [{"role": "user", "content": text}]
+        if config.task.system is not None:
+            turns.insert(0, {"role": "system", "content": config.task.system})
+        tokens = model.tokenizer.chat(turns, add_generation_prompt=True, default_system=False)
+        asked.append((Prompt(uid=f"prompt/{index}", tokens=np.asarray(tokens, np.int32)), None))
+    for prompt, _ in asked:
+        if len(prompt.tokens) > room:
+            raise InputError(
+                f"a prompt of {len(prompt.tokens)} tokens does not fit: model.max_context {config.model.max_context} "
+                f"leaves {room}. Shorten it or raise model.max_context."
+            )
+    changes: dict[str, Any] = {"n": n} | ({"temperature": 0.0} if greedy else {})
+    if prompts:
+        changes["stop"] = config.rollout.stop or ()  # the task's own stop strings suit its answers only
+    completions = build_sampler(config, model).generate(
+        model.params,
+        [prompt for prompt, _ in asked],
+        sampling_params(config, task, **changes),
+        version=version,
+    )
+    rows = []
+    for position, completion in enumerate(completions):
+        prompt, item = asked[position // n]
+        text = model.tokenizer.decode(completion.tokens)
+        rows.append(
+            {
+                "prompt": model.tokenizer.decode(prompt.tokens, skip_special=item is not None),
+                "completion": text,
+                "logprob": float(completion.logprobs.sum()),
+                "stop": str(completion.stop.value),
+                "reward": None if item is None else task.score(item, text).value,
+                "version": version,
+            }
+        )
+    return rows
+
+
+def export(source: str, target: str, *, version: int | None = None) -> pathlib.Path:
+    """Writes a model, or a snapshot of a run, as a Hugging Face folder that any other tool can load.
+
+    Raises:
+      InputError: the target exists, or there is no such model or snapshot.
+    """
+    folder = pathlib.Path(target)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder; choose another target.")
+    if (pathlib.Path(source) / "config.yaml").is_file():
+        config = load_config(pathlib.Path(source) / "config.yaml")
+        model, _ = load_policy(config, source, version)
+    else:
+        model = load_model(source)
+    save_hf(model.config, model.params, model.tokenizer, folder)
+    return folder
