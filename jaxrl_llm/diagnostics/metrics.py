@@ -234,7 +234,7 @@ class SamplesWriter:
           tokenizer: has `decode(ids, skip_special=...)`.
           limit: most lines that are written.
         """
-        picked = range(len(trajectories))
+        picked = list(range(len(trajectories)))
         if len(trajectories) > limit:
             picked = sorted({round(i * (len(trajectories) - 1) / max(1, limit - 1)) for i in range(limit)})
         self.write_records(version, (_sample(trajectories[i], tokenizer) for i in picked))

@@ -1,0 +1,441 @@
+"""What a person sees while a run works: a live table on a terminal, one plain line a step elsewhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import IO, Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl_llm.diagnostics.redact import hide_environment_secrets
+
+__all__ = ["Display", "LiveDisplay", "PlainDisplay", "format_duration", "make_display", "sparkline"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PHASES = (
+    ("rollout", "cyan"),
+    ("score", "yellow"),
+    ("update", "magenta"),
+    ("eval", "green"),
+    ("snapshot", "blue"),
+)
+_PLAIN_EVERY = 10.0  # seconds between two lines about one phase
+
+
+class Display(Protocol):
+    """What the loop talks to. Use as a context manager."""
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """A train step is done: its row of metrics, `version` included."""
+
+    def phase(self, name: str, done: float = 0, total: float | None = None) -> None:
+        """Progress of what is running now, for example ("rollout", 12, 64). total 0 or None: not known."""
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def make_display(
+    total_steps: int,
+    *,
+    title: str = "",
+    stream: IO[str] | None = None,
+    live: bool | None = None,
+    process_index: int = 0,
+) -> LiveDisplay | PlainDisplay:
+    """The display that fits where the output goes.
+
+    Args:
+      total_steps: train steps of the whole run.
+      title: shown above the table.
+      stream: where to write; default standard output.
+      live: forces the live table or the plain lines; default: live on a terminal, unless NO_COLOR is set
+        or TERM is dumb.
+      process_index: of this process; others than 0 are silent.
+    """
+    stream = sys.stdout if stream is None else stream
+    if live is None:
+        live = (
+            process_index == 0
+            and stream.isatty()
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM", "dumb") != "dumb"
+        )
+    if live:
+        return LiveDisplay(total_steps, title=title, stream=stream)
+    return PlainDisplay(total_steps, title=title, stream=stream, silent=process_index != 0)
+
+
+class _Progress:
+    """What both displays remember: the curve so far, how long steps take, the running phase."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.row: dict[str, Any] = {}
+        self.rewards: list[float] = []
+        self.evaluations: dict[str, list[float]] = {}
+        self.seconds: list[float] = []
+        self.started = time.monotonic()
+        self.name, self.done, self.since = "", 0.0, time.monotonic()
+        self.total: float | None = None
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        self.row = dict(metrics)
+        reward = _value(metrics, "reward/mean")
+        if reward is not None:
+            self.rewards.append(reward)
+        if (seconds := _value(metrics, "time/total")) is not None:
+            self.seconds.append(seconds)
+        for key in metrics:
+            if key.endswith(("/greedy_accuracy", "/sampled_accuracy")) and key.startswith("eval/"):
+                if (value := _value(metrics, key)) is not None:
+                    self.evaluations.setdefault(key, []).append(value)
+
+    def set_phase(self, name: str, done: float, total: float | None) -> bool:
+        """Returns True when another phase has begun."""
+        new = name != self.name or done < self.done
+        if new:
+            self.since = time.monotonic()
+        self.name, self.done, self.total = name, done, total or None
+        return new
+
+    @property
+    def version(self) -> int:
+        return int(self.row.get("version", 0))
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds that are left, from the median of the last steps."""
+        recent = sorted(self.seconds[-9:])
+        return recent[len(recent) // 2] * (self.total_steps - self.version) if recent else None
+
+
+class PlainDisplay:
+    """One line per step, for logs, pipes and notebooks; a line now and then during long phases."""
+
+    def __init__(self, total_steps: int, *, title: str = "", stream: IO[str], silent: bool = False) -> None:
+        self._progress = _Progress(total_steps)
+        self._stream, self._silent, self._title = stream, silent, title
+        self._told = time.monotonic()
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        """Prints one line."""
+        self._print(text)
+
+    def phase(self, name: str, done: float = 0, total: float | None = None) -> None:
+        """Prints where a phase stands when the last line is more than some seconds ago."""
+        progress = self._progress
+        new = progress.set_phase(name, done, total)
+        now = time.monotonic()
+        first = new and not progress.seconds  # before the first step even the start of a phase is news
+        if first or now - self._told >= _PLAIN_EVERY:
+            of = (
+                f" {_count(done)}/{_count(progress.total)}"
+                if progress.total
+                else f" {_count(done)}"
+                if done
+                else ""
+            )
+            elapsed = "" if new else f", {format_duration(now - progress.since)}"
+            self._print(f"  {name}{of}{elapsed}")
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Prints the line of one step."""
+        progress = self._progress
+        progress.add_step(metrics)
+        width = len(str(progress.total_steps))
+        parts = [f"step {progress.version:>{width}}/{progress.total_steps}"]
+        for label, key, style in _PLAIN_FIGURES:
+            if (value := _value(metrics, key)) is not None:
+                parts.append(f"{label} {style(value)}")
+        keys = _evaluation_keys(metrics)
+        parts += [f"{_evaluation_label(key, keys)} {_evaluation(metrics, key)}" for key in keys]
+        split = [
+            f"{phase} {seconds:.1f}"
+            for phase, _ in _PHASES
+            if (seconds := _value(metrics, f"time/{phase}")) is not None and seconds >= 0.05
+        ]
+        if split:
+            parts.append("s: " + " ".join(split))
+        if progress.version < progress.total_steps and progress.eta is not None:
+            parts.append(f"left {format_duration(progress.eta)}")
+        self._print(" | ".join(parts))
+
+    def _print(self, text: str) -> None:
+        self._told = time.monotonic()
+        if not self._silent:
+            print(hide_environment_secrets(text), file=self._stream, flush=True)
+
+
+class LiveDisplay:
+    """A table that is redrawn in place; fits 80 columns."""
+
+    def __init__(
+        self, total_steps: int, *, title: str = "", stream: IO[str], console: Console | None = None
+    ) -> None:
+        self._progress = _Progress(total_steps)
+        self._title = title
+        self._console = console or Console(file=stream)
+        self._lock = threading.RLock()
+        # Redrawn by its own thread, so that clocks move while the loop waits for the device.
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=4, transient=False
+        )
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._progress.set_phase("", 0, None)
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Prints one line above the table."""
+        self._console.print(Text(hide_environment_secrets(text)), soft_wrap=True)
+
+    def phase(self, name: str, done: float = 0, total: float | None = None) -> None:
+        """Updates the progress bar of the running phase."""
+        with self._lock:
+            self._progress.set_phase(name, done, total)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Updates the table."""
+        with self._lock:
+            self._progress.add_step(metrics)
+            self._progress.set_phase("", 0, None)
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            width = min(self._console.width, 100)
+            parts: list[RenderableType] = [self._head(width)]
+            if self._progress.row:
+                parts += [_figures(self._progress.row, width), *self._curves(width), *self._split(width)]
+            parts.append(self._phase_line(width))
+            return Group(*parts)
+
+    def _head(self, width: int) -> RenderableType:
+        progress = self._progress
+        line = Table.grid(padding=(0, 1))
+        line.add_column(ratio=0)
+        line.add_column(ratio=1)
+        line.add_column(justify="right")
+        elapsed = format_duration(time.monotonic() - progress.started)
+        left = "" if progress.eta is None else f"  left {format_duration(progress.eta)}"
+        line.add_row(
+            Text(f"step {progress.version}/{progress.total_steps}", style="bold"),
+            ProgressBar(
+                total=max(1, progress.total_steps), completed=progress.version, width=max(10, width - 46)
+            ),
+            Text(f"{elapsed}{left}", style="dim"),
+        )
+        if not self._title:
+            return line
+        return Group(Text(self._title, style="bold", overflow="ellipsis", no_wrap=True), line)
+
+    def _curves(self, width: int) -> list[RenderableType]:
+        progress = self._progress
+        lines: list[RenderableType] = []
+        room = max(8, width - 48)
+        curves = [("reward", progress.rewards, "cyan")]
+        for key, values in progress.evaluations.items():
+            curves.append((_evaluation_label(key, progress.evaluations), values, "green"))
+        for label, values, style in curves:
+            if values:
+                change = f" {values[0]:.3f} → {values[-1]:.3f}" if len(values) > 1 else f" {values[-1]:.3f}"
+                text = Text(no_wrap=True, overflow="ellipsis")
+                text.append(f"{label:<18.18} ", style="dim").append(f"{change:<16}")
+                text.append(sparkline(values, room), style=style)
+                lines.append(text)
+        return lines
+
+    def _split(self, width: int) -> list[RenderableType]:
+        row = self._progress.row
+        seconds = {phase: _value(row, f"time/{phase}") or 0.0 for phase, _ in _PHASES}
+        total = sum(seconds.values())
+        if total <= 0:
+            return []
+        bar, legend = Text(no_wrap=True), Text(no_wrap=True, overflow="ellipsis")
+        room = width - 2
+        for phase, style in _PHASES:
+            if seconds[phase] > 0.005 * total:
+                bar.append("█" * max(1, round(room * seconds[phase] / total)), style=style)
+                legend.append("■ ", style=style).append(f"{phase} {seconds[phase]:.1f}s  ")
+        bar.truncate(width)
+        return [bar, legend]
+
+    def _phase_line(self, width: int) -> RenderableType:
+        progress = self._progress
+        if not progress.name:
+            return Text("")
+        running = format_duration(time.monotonic() - progress.since)
+        line = Table.grid(padding=(0, 1))
+        label = Text(f"{progress.name:<12.30}", style="bold cyan")
+        if progress.total:
+            bar = ProgressBar(
+                total=progress.total, completed=min(progress.done, progress.total), width=max(10, width - 52)
+            )
+            line.add_row(
+                label, bar, Text(f"{_count(progress.done)}/{_count(progress.total)}  {running}", style="dim")
+            )
+        else:
+            bar = ProgressBar(pulse=True, width=max(10, width - 52), animation_time=time.monotonic())
+            done = f"{_count(progress.done)}  " if progress.done else ""
+            line.add_row(label, bar, Text(f"{done}{running}", style="dim"))
+        return line
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The curve of `values` in `width` characters at most; gaps where a value is not finite."""
+    if not values:
+        return ""
+    if len(values) > width:  # means of equal stretches
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [_mean(values[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as 7s, 3m05s or 2h04m."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}%" if value == 0 or value >= 0.095 else f"{100 * value:.1f}%"
+
+
+def _small(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def _tenths(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _count(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"
+
+
+_PLAIN_FIGURES = (
+    ("reward", "reward/mean", _small),
+    ("acc", "reward/accuracy", _percent),
+    ("len", "completion/length_mean", _tenths),
+    ("trunc", "completion/truncated_fraction", _percent),
+    ("entropy", "policy/entropy", _small),
+    ("kl", "policy/kl_behavior", _small),
+    ("clip", "policy/clip_fraction", _percent),
+    ("gap", "policy/logprob_gap_max", _small),
+    ("grad", "optimizer/grad_norm", _small),
+    ("tok/s", "time/tokens_per_second", _whole),
+)
+
+
+def _figures(row: Mapping[str, Any], width: int) -> Table:
+    """The figures of a step in two columns of name and value."""
+
+    def value(key: str, style: Any) -> str:
+        number = _value(row, key)
+        return "–" if number is None else style(number) if math.isfinite(number) else str(number)
+
+    def pair(low: str, high: str) -> str:
+        return f"{value(low, _small)} … {value(high, _small)}"
+
+    cells = [
+        ("reward", value("reward/mean", _small)),
+        ("entropy", value("policy/entropy", _small)),
+        ("accuracy", value("reward/accuracy", _percent)),
+        ("KL to sampler", value("policy/kl_behavior", _small)),
+        (
+            "length",
+            f"{value('completion/length_mean', _tenths)} (max {value('completion/length_max', _whole)})",
+        ),
+        ("clipped", value("policy/clip_fraction", _percent)),
+        ("truncated", value("completion/truncated_fraction", _percent)),
+        ("ratio", pair("policy/ratio_min", "policy/ratio_max")),
+        ("no signal", value("rollout/no_signal_groups", _whole) + " groups"),
+        (
+            "log-prob gap",
+            f"{value('policy/logprob_gap_mean', _small)} (max {value('policy/logprob_gap_max', _small)})",
+        ),
+        ("tokens/s", value("time/tokens_per_second", _whole)),
+        ("grad norm", value("optimizer/grad_norm", _small)),
+    ]
+    table = Table.grid(padding=(0, 1), expand=False)
+    for name_width in (9, 13):
+        table.add_column(style="dim", width=name_width, no_wrap=True)
+        table.add_column(width=max(20, (width - 30) // 2), no_wrap=True, overflow="ellipsis")
+    for left, right in zip(cells[::2], cells[1::2], strict=True):
+        table.add_row(*left, *right)
+    return table
+
+
+def _evaluation_keys(row: Mapping[str, Any]) -> list[str]:
+    return [
+        key
+        for key in row
+        if key.startswith("eval/")
+        and key.endswith(("/greedy_accuracy", "/sampled_accuracy"))
+        and _value(row, key) is not None
+    ]
+
+
+def _evaluation_label(key: str, keys: Iterable[str]) -> str:
+    """eval/NAME/greedy_accuracy -> "eval greedy", or "NAME greedy" where several tasks are evaluated."""
+    task, measure = key.removeprefix("eval/").rsplit("/", 1)
+    several = len({other.rsplit("/", 1)[0] for other in keys}) > 1
+    return f"{task if several else 'eval'} {measure.removesuffix('_accuracy')}"
+
+
+def _evaluation(row: Mapping[str, Any], key: str) -> str:
+    value, low, high = (_value(row, key + end) for end in ("", "_low", "_high"))
+    text = "–" if value is None else f"{value:.3f}"
+    return text if low is None or high is None else f"{text} [{low:.3f}, {high:.3f}]"
+
+
+def _value(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    if isinstance(value, str):
+        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    try:
+        return None if value is None else float(value)
+    except TypeError:  # a figure that is not one number is not shown
+        return None
+
+
+def _mean(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan
