@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.checks import constant_answer_baseline, distinct_items
 from jaxrl_llm.rollout.collect import sampled_text, score_completion
-from jaxrl_llm.rollout.task import Item, PromptFormat, Task, prompt_of
+from jaxrl_llm.rollout.task import Item, Task, prompt_of
 from jaxrl_llm.sampler.base import Completion, SamplingParams, TokenSampler
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt, StopReason
@@ -81,7 +81,6 @@ def evaluate(
     temperature: float = 1.0,
     stop: tuple[str, ...] | None = None,
     sampled: bool = True,
-    form: PromptFormat = PromptFormat(),  # noqa: B008 - frozen
     max_prompt_tokens: int | None = None,
     version: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
@@ -98,7 +97,6 @@ def evaluate(
       seed: of the held-out items, and of the sampling when `sampling` is not given.
       max_tokens, temperature, stop: defaults: the task's, 1, the task's.
       sampled: also at the temperature of `sampling`, not only greedily.
-      form: how items become prompts.
       max_prompt_tokens: items with longer prompts are left out and counted.
       version: stamped by the sampler.
       on_progress: called with (completions done, completions in all).
@@ -118,7 +116,7 @@ def evaluate(
             seed=seed,
         )
     sampling = dataclasses.replace(sampling, n=1)
-    items, prompts, skipped = _held_out(task, tokenizer, n, seed, max_prompt_tokens, form)
+    items, prompts, skipped = _held_out(task, tokenizer, n, seed, max_prompt_tokens)
     key = f"eval/{task.name}/"
     baseline = constant_answer_baseline(task, len(items), items=items)
     figures = {
@@ -154,14 +152,14 @@ def _score(task: Task, completion: Completion, tokenizer: Tokenizer) -> Score:
 
 
 def _held_out(
-    task: Task, tokenizer: Tokenizer, n: int, seed: int, limit: int | None, form: PromptFormat
+    task: Task, tokenizer: Tokenizer, n: int, seed: int, limit: int | None
 ) -> tuple[list[Item], list[Prompt], int]:
     """(items, their prompts, how many were left out because they are too long)."""
     if n < 1:
         raise InputError(f"evaluation needs at least 1 item, got {n}.")
     items = distinct_items(task, n, seed=seed)
     prompts = [
-        prompt_of(task, item, tokenizer, form, uid=f"{task.name}/eval/{seed}/{i}#0") for i, item in enumerate(items)
+        prompt_of(task, item, tokenizer, uid=f"{task.name}/eval/{seed}/{i}#0") for i, item in enumerate(items)
     ]
     fits = [limit is None or len(p.tokens) <= limit for p in prompts]
     if not any(fits):
