@@ -62,8 +62,8 @@ def make_display(
       total_steps: train steps of the whole run.
       title: shown above the table.
       stream: where to write; default standard output.
-      live: forces the live table or the plain lines; default: live on a terminal, unless NO_COLOR is set
-        or TERM is dumb.
+      live: forces the live table or the plain lines; default: live on a UTF-8 terminal, unless NO_COLOR is
+        set or TERM is dumb.
       process_index: of this process; others than 0 are silent.
     """
     stream = sys.stdout if stream is None else stream
@@ -71,6 +71,7 @@ def make_display(
         live = (
             process_index == 0
             and stream.isatty()
+            and (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
             and not os.environ.get("NO_COLOR")
             and os.environ.get("TERM", "dumb") != "dumb"
         )

@@ -60,7 +60,7 @@ METRICS: dict[str, str] = {
     "policy/loss": "value of the objective that was minimised",
     "optimizer/grad_norm": "global norm of the gradient before clipping",
     "optimizer/learning_rate": "learning rate of this update",
-    "optimizer/skipped": "updates skipped so far because a gradient was not finite",
+    "optimizer/skipped": "updates of this train step that were skipped because a gradient was not finite",
     "rollout/tokens": "tokens sampled for this update",
     "rollout/no_signal_groups": "groups whose rewards are all equal or missing, so that they teach nothing",
     "eval/TASK/greedy_accuracy": "accuracy on held-out items of TASK, greedy decoding",

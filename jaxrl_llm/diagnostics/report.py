@@ -200,7 +200,7 @@ def _training_charts(rows: Rows) -> list[_Chart]:
     """One idea a chart; a chart without data is left out."""
     percent = {"yaxis": {"tickformat": ".1%", "rangemode": "tozero"}}
     from_zero = {"yaxis": {"rangemode": "tozero"}}
-    logarithmic = {"yaxis": {"type": "log", "exponentformat": "power"}}
+    logarithmic = {"yaxis": {"type": "log", "tickformat": ".0e", "nticks": 5}}
     reward = _line(rows, "reward/mean", "reward", _BLUE)
     accuracy = _line(rows, "reward/accuracy", "accuracy", _GREEN)
     if reward and accuracy and reward[0]["y"] == accuracy[0]["y"]:
@@ -248,6 +248,7 @@ def _training_charts(rows: Rows) -> list[_Chart]:
             + ("; and from the frozen reference." if _first_key(rows, "policy/kl_reference") else "."),
             _line(rows, "policy/kl_behavior", "from the sampler", _BLUE)
             + _line(rows, "policy/kl_reference", "from the reference", _PURPLE),
+            {"yaxis": {"exponentformat": "e"}},
         ),
         _Chart(
             "Clipped tokens",
@@ -272,7 +273,7 @@ def _training_charts(rows: Rows) -> list[_Chart]:
             "Learning rate",
             "As the schedule set it.",
             _line(rows, "optimizer/learning_rate", "learning rate", _GREY),
-            {"yaxis": {"rangemode": "tozero", "exponentformat": "power"}},
+            from_zero,
         ),
         _Chart(
             "Speed",
@@ -455,9 +456,9 @@ def _samples_section(samples: Rows) -> str:
 
 def _sample_row(sample: Mapping[str, Any]) -> str:
     reward = sample.get("reward")
-    number = isinstance(reward, int | float) and not isinstance(reward, bool)
-    shown = f"{reward:.3g}" if number else "none" if reward is None else str(reward)
-    kind = "" if not number else "good" if reward > 0.5 else "bad" if reward <= 0 else ""
+    kind, shown = "", "none" if reward is None else str(reward)
+    if isinstance(reward, int | float) and not isinstance(reward, bool):
+        kind, shown = "good" if reward > 0.5 else "bad" if reward <= 0 else "", f"{reward:.3g}"
     stop = sample.get("stop")
     why = " · ".join(str(part) for part in (sample.get("reason"), f"stop: {stop}" if stop else "") if part)
     texts = (f"<td><div class='text'>{_clip(sample.get(key))}</div></td>" for key in ("prompt", "completion"))
@@ -544,7 +545,7 @@ const base = {
   margin: {l: 56, r: 12, t: 8, b: 36}, height: null, autosize: true, hovermode: "x unified",
   paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {family: "system-ui, sans-serif", size: 12, color: "#475569"},
   xaxis: {title: {text: "train step", standoff: 6}, gridcolor: "#f1f5f9", zeroline: false, rangemode: "tozero"},
-  yaxis: {gridcolor: "#e2e8f0", zeroline: false, automargin: true},
+  yaxis: {gridcolor: "#e2e8f0", zeroline: false, automargin: true, exponentformat: "power"},
   legend: {orientation: "h", x: 1, xanchor: "right", y: 1.18, bgcolor: "rgba(0,0,0,0)"},
 };
 const merge = (a, b) => {
@@ -560,7 +561,7 @@ const draw = (place) => {
   layout.showlegend = figure.data.filter((trace) => trace.showlegend !== false).length > 1;
   Plotly.newPlot(place, figure.data, layout, {responsive: true, displayModeBar: false});
 };
-document.querySelectorAll(".chart").forEach((place) => { if (!place.closest("details")) draw(place); });
+document.querySelectorAll(".chart").forEach((place) => { if (!place.closest("details:not([open])")) draw(place); });
 document.querySelectorAll("details").forEach((box) => box.addEventListener("toggle", () => {
   if (box.open) box.querySelectorAll(".chart").forEach(draw);
 }));
