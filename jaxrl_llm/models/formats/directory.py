@@ -181,6 +181,11 @@ def _fill(
                     f"{where}: tensor {name} has shape {list(stored.shape)}, but the config asks for {list(shape)}."
                 )
             target[...] = stored.read().T if slot.transpose else stored.read()
+        if not np.isfinite(values.sum()):
+            bad = [name for name, _ in by_leaf[key] if not np.isfinite(tensors[name].read()).all()]
+            raise InputError(
+                f"{where}: NaN or infinite numbers in {_listed(bad) or key}. The file is damaged: fetch it again."
+            )
         # A copy: the host buffer must not be shared with an array that a learner may donate.
         return jax.device_put(values, may_alias=False)
 
