@@ -13,6 +13,7 @@ AssertionError with both numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -179,9 +180,7 @@ def pack(batch: TokenBatch, width: int | None = None) -> TokenBatch:
         return jnp.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), jnp.zeros((), x.dtype), x)
 
     packed = _fields(batch, gather)
-    return packed.replace(
-        segments=jnp.asarray(segment), sequence=jnp.where(padding, -1, packed.sequence)
-    )
+    return packed.replace(segments=jnp.asarray(segment), sequence=jnp.where(padding, -1, packed.sequence))
 
 
 def complete(transform: LossTransform) -> LossTransform:
@@ -195,7 +194,9 @@ def complete(transform: LossTransform) -> LossTransform:
     if "batch.advantage" not in inside:
         (after if "batch.reward" in writes else before).append(group_advantage(name="_advantage"))
     if "batch.norm" not in writes:
-        (before if reads & {"batch.norm", "batch.count"} else after).append(normalize_by_sequence(name="_norm"))
+        (before if reads & {"batch.norm", "batch.count"} else after).append(
+            normalize_by_sequence(name="_norm")
+        )
     if "loss.log_ratio" not in writes and ("loss.log_ratio" in reads or "loss.policy" not in writes):
         (before if "loss.log_ratio" in reads else after).append(token_ratio(name="_ratio"))
     if "loss.policy" not in writes:
@@ -243,23 +244,33 @@ def _measure(
     )
 
 
-def _same(law: str, objective: LossTransform, left: Any, right: Any, tolerance: float = 1e-9) -> None:
-    for what, a, b in zip(("loss", "gradient", "metrics"), left, right, strict=True):
-        jax.tree.map(
-            lambda x, y, what=what: np.testing.assert_allclose(
-                np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance, err_msg=f"{law}: {what} of {objective!r}"
-            ),
-            a,
-            b,
+class _Setting:
+    """A complete objective, a batch in float64, and what they give on one device, in one piece."""
+
+    def __init__(self, transform: LossTransform, batch: TokenBatch | None):
+        self.objective = _usable(transform)
+        self.batch = jax.tree.map(
+            lambda x: x.astype(jnp.float64) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x,
+            sample_batch() if batch is None else batch,
         )
+        self.params = tiny_policy_params(1)
+        self.prepared, self.state = self.objective.prepare(self.batch, self.objective.init())
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        return _measure(self.objective, self.params, self.prepared)
 
 
-def _start(objective: LossTransform, batch: TokenBatch | None) -> tuple[LossTransform, TokenBatch, Array]:
-    batch = sample_batch() if batch is None else batch
-    batch = jax.tree.map(
-        lambda x: x.astype(jnp.float64) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, batch
-    )
-    return _usable(objective), batch, tiny_policy_params(1)
+def _same(law: str, at: _Setting, found: Measured, tolerance: float = 1e-9) -> None:
+    for what, expected, value in zip(("loss", "gradient", "metrics"), at.measured, found, strict=True):
+        message = f"{law}: {what} of {at.objective!r}"
+        jax.tree.map(
+            lambda x, y, message=message: np.testing.assert_allclose(
+                np.asarray(y), np.asarray(x), rtol=tolerance, atol=tolerance, err_msg=message
+            ),
+            expected,
+            value,
+        )
 
 
 # ------------------------------------------------------------------------------------------- laws
@@ -274,60 +285,59 @@ def assert_split_invariant(
       splits: rows of each part; they must add up to the rows of the batch.
     """
     with float64():
-        objective, batch, params = _start(objective, batch)
-        prepared, _ = objective.prepare(batch, objective.init())
-        whole = _measure(objective, params, prepared)
-        for split in splits:
-            edges = np.cumsum([0, *split])
-            if edges[-1] != batch.shape[0]:
-                raise ValueError(f"split {tuple(split)} does not add up to the {batch.shape[0]} rows of the batch.")
-            parts = [rows(prepared, int(a), int(b)) for a, b in zip(edges, edges[1:], strict=False)]
-            _same(f"split {tuple(split)}", objective, whole, _measure(objective, params, prepared, parts))
+        setting = _Setting(objective, batch)
+        _split(setting, splits)
+
+
+def _split(at: _Setting, splits: Sequence[Sequence[int]]) -> None:
+    for split in splits:
+        edges = np.cumsum([0, *split])
+        if edges[-1] != at.batch.shape[0]:
+            raise ValueError(
+                f"split {tuple(split)} does not add up to the {at.batch.shape[0]} rows of the batch."
+            )
+        parts = [rows(at.prepared, int(a), int(b)) for a, b in zip(edges, edges[1:], strict=False)]
+        _same(f"split {tuple(split)}", at, _measure(at.objective, at.params, at.prepared, parts))
 
 
 def assert_padding_inert(objective: LossTransform, batch: TokenBatch | None = None) -> None:
     """NaN outside the mask, in the batch and in the forward pass, changes nothing; gradients there are 0."""
     with float64():
-        objective, batch, params = _start(objective, batch)
-        prepared, _ = objective.prepare(batch, objective.init())
-        clean = _measure(objective, params, prepared)
+        _padding(_Setting(objective, batch))
 
-        def spoil(x: Array) -> Array:
-            where = batch.mask.reshape(batch.shape + (1,) * (x.ndim - 2))
-            return jnp.where(where, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        # The temperature of a token is positive by contract, masked or not.
-        dirty = _fields(batch, spoil).replace(temperature=batch.temperature)
-        dirty, _ = objective.prepare(dirty, objective.init())
+def _padding(at: _Setting) -> None:
+    batch, objective = at.batch, at.objective
 
-        def value(output: PolicyOutput) -> Array:
-            result = evaluate(objective, output, dirty, objective.init())
-            return quotient(result.loss_sum, result.denominator)
+    def spoil(x: Array) -> Array:
+        where = batch.mask.reshape(batch.shape + (1,) * (x.ndim - 2))
+        return jnp.where(where, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        output = jax.tree.map(spoil, tiny_policy(params, batch))
-        result, gradient = jax.value_and_grad(value)(output)
-        outside = jnp.where(batch.mask, 0.0, gradient.logprob)
-        if not np.all(np.asarray(outside) == 0):
-            raise AssertionError(f"padding: a masked log-prob of {objective!r} has a gradient: {outside}")
-        _, pull = jax.vjp(lambda p: tiny_policy(p, batch), params)
-        metrics = evaluate(objective, output, dirty, objective.init()).metrics
-        _same(
-            "padding",
-            objective,
-            clean,
-            (result, pull(gradient)[0], {name: mean.value for name, mean in metrics.items()}),
-        )
+    # The temperature of a token is positive by contract, masked or not.
+    dirty = _fields(batch, spoil).replace(temperature=batch.temperature)
+    dirty, state = objective.prepare(dirty, objective.init())
+
+    def value(output: PolicyOutput) -> tuple[Array, dict[str, Any]]:
+        result = evaluate(objective, output, dirty, state)
+        return quotient(result.loss_sum, result.denominator), result.metrics
+
+    output, pull = jax.vjp(lambda p: tiny_policy(p, batch), at.params)
+    (loss, metrics), gradient = jax.value_and_grad(value, has_aux=True)(jax.tree.map(spoil, output))
+    outside = np.asarray(jnp.where(batch.mask, 0.0, gradient.logprob))
+    if not np.all(outside == 0):
+        raise AssertionError(f"padding: masked log-probs of {objective!r} have the gradient {outside}.")
+    _same("padding", at, (loss, pull(gradient)[0], {name: mean.value for name, mean in metrics.items()}))
 
 
 def assert_packing_invariant(objective: LossTransform, batch: TokenBatch | None = None) -> None:
     """Padded rows and packed rows of the same sequences give the same loss, gradient and metrics."""
     with float64():
-        objective, batch, params = _start(objective, batch)
-        results = []
-        for layout in (batch, pack(batch)):
-            prepared, _ = objective.prepare(layout, objective.init())
-            results.append(_measure(objective, params, prepared))
-        _same("packing", objective, *results)
+        _packing(_Setting(objective, batch))
+
+
+def _packing(at: _Setting) -> None:
+    prepared, _ = at.objective.prepare(pack(at.batch), at.objective.init())
+    _same("packing", at, _measure(at.objective, at.params, prepared))
 
 
 def assert_mesh_invariant(
@@ -341,40 +351,47 @@ def assert_mesh_invariant(
     Raises:
       ValueError: there is only one device (set jax_num_cpu_devices before JAX starts).
     """
-    devices = len(jax.devices())
-    if devices < 2:
-        raise ValueError("assert_mesh_invariant needs several devices: set jax_num_cpu_devices=8 before JAX starts.")
     with float64():
-        objective, batch, params = _start(objective, batch)
+        _mesh(_Setting(objective, batch), meshes)
 
-        def run(params: Array, batch: TokenBatch) -> Measured:
-            prepared, _ = objective.prepare(batch, objective.init())
-            return _measure(objective, params, prepared)
 
-        single = run(params, batch)
-        for shape in meshes or ((devices // 2, 2),):
-            mesh = jax.sharding.Mesh(np.asarray(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("data", "fsdp"))
-            by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
-            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            sharded = jax.tree.map(
-                lambda x, s=(by_rows, whole): jax.device_put(x, s[0] if jnp.ndim(x) >= 2 else s[1]), batch
-            )
-            _same(f"mesh {shape}", objective, single, jax.jit(run)(jax.device_put(params, whole), sharded))
+def _mesh(at: _Setting, meshes: Sequence[tuple[int, int]] | None) -> None:
+    devices = jax.devices()
+    if len(devices) < 2:
+        raise ValueError(
+            "assert_mesh_invariant needs several devices: set jax_num_cpu_devices=8 before JAX starts."
+        )
+
+    def run(params: Array, batch: TokenBatch) -> Measured:
+        prepared, _ = at.objective.prepare(batch, at.objective.init())
+        return _measure(at.objective, params, prepared)
+
+    # Small programs, run once: compiling them fast matters more than running them fast.
+    compiled = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    for shape in meshes or ((len(devices) // 2, 2),):
+        mesh = jax.sharding.Mesh(np.asarray(devices[: shape[0] * shape[1]]).reshape(shape), ("data", "fsdp"))
+        by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sharded = jax.tree.map(
+            lambda x, s=(by_rows, whole): jax.device_put(x, s[0] if jnp.ndim(x) >= 2 else s[1]), at.batch
+        )
+        _same(f"mesh {shape}", at, compiled(jax.device_put(at.params, whole), sharded))
 
 
 def assert_weight_detached(objective: LossTransform, batch: TokenBatch | None = None) -> None:
     """No gradient reaches the parameters through the weight of the policy term."""
     with float64():
-        objective, batch, params = _start(objective, batch)
-        prepared, state = objective.prepare(batch, objective.init())
+        _detached(_Setting(objective, batch))
 
-        def weight(p: Array) -> Array:
-            start = start_loss(tiny_policy(p, prepared), prepared)
-            return jnp.sum(objective.apply(start, prepared, state).weight)
 
-        gradient = np.asarray(jax.grad(weight)(params))
-        if np.any(gradient != 0):
-            raise AssertionError(f"weight: the gradient of Σ weight of {objective!r} is {gradient}, not 0.")
+def _detached(at: _Setting) -> None:
+    def weight(p: Array) -> Array:
+        start = start_loss(tiny_policy(p, at.prepared), at.prepared)
+        return jnp.sum(at.objective.apply(start, at.prepared, at.state).weight)
+
+    gradient = np.asarray(jax.grad(weight)(at.params))
+    if np.any(gradient != 0):
+        raise AssertionError(f"weight: the gradient of Σ weight of {at.objective!r} is {gradient}, not 0.")
 
 
 def assert_on_policy_identity(objective: LossTransform, batch: TokenBatch | None = None) -> None:
@@ -383,36 +400,56 @@ def assert_on_policy_identity(objective: LossTransform, batch: TokenBatch | None
     A law of ratios and surrogates, for a batch whose advantage is constant over each sequence.
     """
     with float64():
-        objective, batch, params = _start(objective, batch)
-        current = tiny_policy(params, batch).logprob
-        batch = batch.replace(logprob_behavior=current, logprob_proximal=current)
-        prepared, _ = objective.prepare(batch, objective.init())
-        _, gradient, metrics = _measure(objective, params, prepared)
-
-        def reinforce(p: Array) -> Array:
-            logprob = jnp.where(prepared.mask, tiny_policy(p, prepared).logprob, 0.0)
-            return quotient(-jnp.sum(prepared.norm * prepared.advantage * logprob), jnp.sum(prepared.count))
-
-        np.testing.assert_allclose(
-            np.asarray(gradient), np.asarray(jax.grad(reinforce)(params)), atol=1e-12, err_msg=f"{objective!r}"
-        )
-        for name, value in metrics.items():
-            if name.startswith(("clip_fraction", "kl_behavior", "kl_proximal")) and abs(float(value)) > 1e-12:
-                raise AssertionError(f"on-policy: {name} of {objective!r} is {float(value)}, not 0.")
+        _on_policy(_Setting(objective, batch))
 
 
-def check_transform(transform: LossTransform, batch: TokenBatch | None = None) -> None:
+def _on_policy(at: _Setting) -> None:
+    current = tiny_policy(at.params, at.batch).logprob
+    batch = at.batch.replace(logprob_behavior=current, logprob_proximal=current)
+    prepared, _ = at.objective.prepare(batch, at.objective.init())
+    _, gradient, metrics = _measure(at.objective, at.params, prepared)
+
+    def reinforce(p: Array) -> Array:
+        logprob = jnp.where(prepared.mask, tiny_policy(p, prepared).logprob, 0.0)
+        return quotient(-jnp.sum(prepared.norm * prepared.advantage * logprob), jnp.sum(prepared.count))
+
+    np.testing.assert_allclose(
+        np.asarray(gradient),
+        np.asarray(jax.grad(reinforce)(at.params)),
+        atol=1e-12,
+        err_msg=f"on-policy: gradient of {at.objective!r}",
+    )
+    for name, value in metrics.items():
+        if name.startswith(("clip_fraction", "kl_behavior", "kl_proximal")) and abs(float(value)) > 1e-12:
+            raise AssertionError(f"on-policy: {name} of {at.objective!r} is {float(value)}, not 0.")
+
+
+def check_transform(
+    transform: LossTransform,
+    batch: TokenBatch | None = None,
+    *,
+    splits: Sequence[Sequence[int]] = ((3, 1, 4),),
+    mesh: bool | None = None,
+) -> None:
     """Runs every law that holds for this kind of transform: a stage, or a whole objective.
 
-    Split, padding and packing invariance and the detached weight hold for all; mesh invariance is checked
-    where there are several devices; the on-policy identity is one of ratios and surrogates.
+    Split, padding and packing invariance and the detached weight hold for all; the on-policy identity is one
+    of ratios and surrogates.
+
+    Args:
+      mesh: whether to check mesh invariance, which compiles a program; default: where there are several devices.
+
+    Raises:
+      AssertionError: a law does not hold; the text names the law, the objective and both numbers.
     """
-    assert_split_invariant(transform, batch)
-    assert_padding_inert(transform, batch)
-    assert_packing_invariant(transform, batch)
-    assert_weight_detached(transform, batch)
-    if len(jax.devices()) > 1:
-        assert_mesh_invariant(transform, batch)
-    writes = {write for info in transform.info for write in info.writes}
-    if writes <= {"loss.log_ratio", "loss.policy"}:
-        assert_on_policy_identity(transform, batch)
+    with float64():
+        at = _Setting(transform, batch)
+        _split(at, splits)
+        _padding(at)
+        _packing(at)
+        _detached(at)
+        if len(jax.devices()) > 1 if mesh is None else mesh:
+            _mesh(at, None)
+        writes = {write for info in transform.info for write in info.writes}
+        if writes <= {"loss.log_ratio", "loss.policy"}:
+            _on_policy(at)
