@@ -1,0 +1,234 @@
+"""Completions become trajectories: what the reward sees, what is counted, what is dropped."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rollout.collect import collect, rollout_metrics, sampled_text
+from jaxrl_llm.rollout.filters import fill_groups, informative_groups, is_informative, scored_only
+from jaxrl_llm.rollout.pack import pack
+from jaxrl_llm.rollout.task import item_of, make_task, prompt_of
+from jaxrl_llm.sampler.base import Completion
+from jaxrl_llm.tokens.tiny import tiny_tokenizer
+from jaxrl_llm.types import Prompt, StopReason, Trajectory
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_ids[0]
+ADDITION = make_task("addition")
+
+
+def prompt(index=0, visit=0):
+    item = ADDITION.split("train", 0).item(index)
+    return prompt_of(ADDITION, item, TOKENIZER, uid=f"addition/train/0/{index}#{visit}")
+
+
+def completion(text, prompt, index=0, stop=StopReason.EOS, version=3):
+    tokens = TOKENIZER.encode(text) + ([EOS] if stop is StopReason.EOS else [])
+    n = len(tokens)
+    return Completion(
+        prompt=prompt,
+        index=index,
+        tokens=np.array(tokens, np.int32),
+        logprobs=-np.arange(1, n + 1, dtype=np.float32),
+        stop=stop,
+        versions=np.full(n, version, np.int32),
+        kv_versions=np.full(n, version - 1, np.int32),
+        timings={"decode": 0.5},
+    )
+
+
+def trajectory(group=0, reward: float | None = 0.0, uid=None, tokens=(1, 5, 6), sampled=2, **more):
+    n = len(tokens)
+    mask = np.arange(n) >= n - sampled
+    fields = {
+        "prompt": Prompt(uid=uid or f"p{group}", tokens=np.array(tokens[: n - sampled], np.int32)),
+        "group": group,
+        "tokens": np.array(tokens, np.int32),
+        "mask": mask,
+        "logprob": np.where(mask, -0.5, 0).astype(np.float32),
+        "version": np.where(mask, 0, -1).astype(np.int32),
+        "kv_version": np.where(mask, 0, -1).astype(np.int32),
+        "reward": reward,
+    }
+    return Trajectory(**{**fields, **more})
+
+
+def test_trajectories_carry_the_provenance_of_every_token():
+    first = prompt(0)
+    answer = item_of(first).answer
+    right, wrong = completion(f" {answer}", first), completion(" 7\n", first, 1, StopReason.STOP_STRING)
+    (a, b), metrics = collect([right, wrong], ADDITION, TOKENIZER, temperature=0.7)
+    P = len(first.tokens)
+    assert a.tokens.tolist() == first.tokens.tolist() + right.tokens.tolist()
+    assert a.mask.tolist() == [False] * P + [True] * len(right.tokens)
+    assert a.completion.tolist() == right.tokens.tolist()
+    assert a.logprob.tolist() == [0.0] * P + right.logprobs.tolist() and a.logprob.dtype == np.float32
+    assert a.version.tolist() == [-1] * P + [3] * len(right.tokens)
+    assert a.kv_version.tolist() == [-1] * P + [2] * len(right.tokens)
+    assert (a.reward, b.reward) == (1.0, 0.0) and a.rewards == {"format": 1.0, "lenient": 1.0}
+    assert b.reason and a.reason == "" and a.temperature == 0.7 and a.timings == {"decode": 0.5}
+    assert a.group == b.group == 0 and b.stop is StopReason.STOP_STRING
+    assert metrics["reward/accuracy"] == 0.5
+
+
+def test_groups_are_visits_of_prompts():
+    visits = [prompt(0), prompt(1), prompt(0, visit=1)]
+    completions = [completion(" 1", p, i) for i in range(2) for p in visits]  # not in order of prompts
+    trajectories, metrics = collect(completions, ADDITION, TOKENIZER)
+    assert [t.group for t in trajectories] == [0, 1, 2, 0, 1, 2]
+    assert metrics["rollout/groups"] == 3
+
+
+def test_the_reward_sees_only_sampled_text_without_special_tokens():
+    seen = []
+
+    def spy(text, gold, question):
+        seen.append(text)
+        return Score(0.0)
+
+    task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=spy))
+    collect([completion(" 5", prompt())], task, TOKENIZER)
+    assert seen == [" 5"]
+
+
+def test_several_tasks():
+    copy = make_task("copy")
+    other = prompt_of(copy, copy.split("train", 0).item(0), TOKENIZER, uid="c")
+    completions = [completion(f" {item_of(p).answer}", p) for p in (prompt(), other)]
+    trajectories, _ = collect(completions, {"addition": ADDITION, "copy": copy}, TOKENIZER)
+    assert [t.reward for t in trajectories] == [1.0, 1.0]
+
+
+def test_r12_errors_are_none_with_a_reason_and_counted():
+    def flaky(text, gold, question):
+        if "1" in text:
+            raise RuntimeError("verifier crashed")
+        return Score(None, reason="timeout") if "2" in text else Score(1.0)
+
+    task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=flaky))
+    failed = dataclasses.replace(completion(" 3", prompt()), stop=StopReason.ERROR)
+    trajectories, metrics = collect(
+        [*(completion(f" {i}", prompt()) for i in (1, 2, 3)), failed], task, TOKENIZER
+    )
+    assert [t.reward for t in trajectories] == [None, None, 1.0, None]
+    assert "RuntimeError: verifier crashed" in trajectories[0].reason and trajectories[1].reason == "timeout"
+    assert metrics["reward/errors"] == 3 and metrics["reward/no_signal"] == 0.75
+    assert metrics["reward/mean"] == metrics["reward/accuracy"] == 1.0  # a failure of the verifier is no 0
+
+
+def test_r16_tool_output_is_not_the_models_answer():
+    """assistant, assistant, TOOL('42'), pad: the reward sees two tokens and sits on the second."""
+    ids = np.array([*TOKENIZER.encode("qab42"), 0], np.int32)
+    mask = np.array([False, True, True, False, False, False])
+    assert sampled_text(ids, mask, TOKENIZER) == "ab"
+    split = np.array([False, True, False, True, False, False])
+    assert sampled_text(TOKENIZER.encode("q4x2yz") * np.ones(6, int), split, TOKENIZER) == "4\n2"  # never 42
+    t = trajectory(reward=1.0, tokens=ids[:5], mask=mask[:5], logprob=np.zeros(5, np.float32))
+    t = dataclasses.replace(t, version=np.where(t.mask, 0, -1), kv_version=np.where(t.mask, 0, -1))
+    batch = pack([t], learner_version=0, pad_to_multiple=8)
+    assert np.asarray(batch.reward)[0].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert np.asarray(batch.mask)[0].tolist() == [False, True, True] + [False] * 5
+
+
+def test_metrics_of_a_batch():
+    batch = [
+        trajectory(0, 1.0),
+        trajectory(0, 0.0, stop=StopReason.LENGTH, rewards={"format": 1.0}),
+        trajectory(1, 0.0, tokens=(1, 5, 6, 7), sampled=3, rewards={"format": 0.0}),
+        trajectory(1, None, reason="timeout", stop=StopReason.ERROR),
+    ]
+    metrics = rollout_metrics(batch)
+    expected = {
+        "reward/mean": 1 / 3,
+        "reward/accuracy": 1 / 3,
+        "reward/std": np.std([1, 0, 0]),
+        "reward/errors": 1,
+        "reward/no_signal": 0.25,
+        "reward/part_format": 0.5,
+        "completion/length_mean": 2.25,
+        "completion/length_max": 3,
+        "completion/truncated_fraction": 0.25,
+        "completion/stop_eos": 0.5,
+        "completion/stop_length": 0.25,
+        "completion/stop_error": 0.25,
+        "completion/stop_stop_string": 0,
+        "completion/stop_env": 0,
+        "rollout/tokens": 9,
+        "rollout/trajectories": 4,
+        "rollout/groups": 2,
+        "rollout/no_signal_groups": 1,
+    }
+    assert metrics == pytest.approx(expected)
+    assert rollout_metrics([])["reward/mean"] == 0.0
+
+
+def test_informative_groups():
+    groups = {
+        0: [1.0, 0.0],
+        1: [1.0, 1.0],
+        2: [None, 1.0],
+        3: [0.3] * 8,
+        4: [None, 0.0, 1.0],
+        5: [0.0],
+        6: [None],
+    }
+    batch = [trajectory(g, r) for g, rewards in groups.items() for r in rewards]
+    kept, dropped = informative_groups(batch)
+    assert {t.group for t in kept} == {0, 4} and {t.group for t in dropped} == {1, 2, 3, 5, 6}
+    assert len(kept) + len(dropped) == len(batch) and len([t for t in kept if t.group == 4]) == 3
+    assert not is_informative([])
+    kept, dropped = scored_only(batch)
+    assert all(t.reward is not None for t in kept) and len(dropped) == 3
+
+
+def rounds_of(rewards_of_round):
+    """A sampler whose n-th round gives groups with the rewards of `rewards_of_round(n)`."""
+    asked = []
+
+    def sample(missing):
+        n = len(asked)
+        asked.append(missing)
+        return [
+            trajectory(g, r, uid=f"round{n}-{g}")
+            for g, rewards in enumerate(rewards_of_round(n))
+            for r in rewards
+        ]
+
+    return sample, asked
+
+
+def test_d07_equal_rewards_for_ever_end_after_the_allowed_rounds():
+    sample, asked = rounds_of(lambda n: [[0.0, 0.0]] * 4)
+    filled = fill_groups(sample, groups=4, max_rounds=10)
+    assert asked == [4] * 10 and filled.trajectories == [] and filled.groups == 0
+    assert (filled.rounds, filled.sampled_groups, filled.dropped_groups) == (10, 40, 40)
+    assert len(filled.uids) == 40  # consumed prompts, for the resumed run
+    with pytest.raises(ValueError, match="Skip the train step"):
+        pack(filled.trajectories, learner_version=0)
+
+
+def test_d07_one_useful_group_in_four_fills_the_batch():
+    sample, asked = rounds_of(lambda n: [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    filled = fill_groups(sample, groups=4, max_rounds=10)
+    assert asked == [4, 3, 2, 1] and filled.groups == 4 and filled.dropped_groups == 12
+    assert [t.group for t in filled.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [t.prompt.uid for t in filled.trajectories[::2]] == [f"round{n}-2" for n in range(4)]
+    assert filled.metrics["rollout/groups_dropped"] == 12
+
+
+def test_d07_a_partial_batch_has_its_real_count():
+    sample, _ = rounds_of(lambda n: [[0.0, 1.0]] if n == 1 else [[0.0, 0.0]])
+    filled = fill_groups(sample, groups=4, max_rounds=3)
+    assert (filled.groups, filled.rounds) == (1, 3) and len(filled.trajectories) == 2
+    batch = pack(filled.trajectories, learner_version=0)
+    assert batch.shape[0] == 2 and int(np.asarray(batch.mask).sum()) == 4
+
+
+def test_d07_surplus_is_counted():
+    sample, _ = rounds_of(lambda n: [[0.0, 1.0]] * 6)
+    filled = fill_groups(sample, groups=4, max_rounds=3)
+    assert (filled.groups, filled.surplus_groups, filled.rounds) == (4, 2, 1)
+    with pytest.raises(ValueError, match="at least 1"):
+        fill_groups(sample, groups=0, max_rounds=1)

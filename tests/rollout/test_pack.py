@@ -1,0 +1,207 @@
+"""Trajectories become rows: masks from lengths, ids, padding, several sequences in a row."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.ops.logprobs import policy_output
+from jaxrl_llm.rollout.pack import first_fit, pack
+from jaxrl_llm.types import Prompt, StopReason, TokenBatch, Trajectory
+
+
+def make(prompt, completion, *, group=0, reward: float | None = 1.0, **more):
+    P, N = len(prompt), len(completion)
+    mask = np.arange(P + N) >= P
+    values = {
+        "prompt": Prompt(uid=f"g{group}", tokens=np.array(prompt, np.int32)),
+        "group": group,
+        "tokens": np.array([*prompt, *completion], np.int32),
+        "mask": mask,
+        "logprob": np.where(mask, -1.0 - np.arange(P + N), 0.0).astype(np.float32),
+        "version": np.where(mask, 4, -1).astype(np.int32),
+        "kv_version": np.where(mask, 3, -1).astype(np.int32),
+        "reward": reward,
+    }
+    return Trajectory(**{**values, **more})
+
+
+def host(batch):
+    return jax.tree.map(np.asarray, batch)
+
+
+def test_t01_masks_come_from_lengths_not_from_values():
+    """pad = eos = 2: the sampled end token is trained exactly once, padding never, and the 2 in the prompt is text."""
+    trajectories = [make([5, 2, 6], [7, 8, 2]), make([5, 2, 6], [7, 2])]
+    batch = host(pack(trajectories, learner_version=5, pad_to_multiple=8, pad_id=2))
+    assert batch.tokens.tolist() == [[5, 2, 6, 7, 8, 2, 2, 2], [5, 2, 6, 7, 2, 2, 2, 2]]
+    assert batch.mask[:, 3:].astype(int).tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
+    assert not batch.mask[:, :3].any()
+    assert batch.segments.tolist() == [
+        [1] * 6 + [0] * 2,
+        [1] * 5 + [0] * 3,
+    ]  # the whole prompt is attended to
+    assert np.flatnonzero(batch.reward[0]).tolist() == [5] and np.flatnonzero(batch.reward[1]).tolist() == [4]
+
+
+def test_every_field_of_a_padded_row():
+    t = make([5, 6], [7, 8], group=9, reward=0.5, stop=StopReason.LENGTH, temperature=0.8)
+    batch = host(pack([t], learner_version=5, pad_to_multiple=3, rows_multiple=2, pad_id=1))
+    assert batch.shape == (2, 6)
+    first = jax.tree.map(lambda x: x[0].tolist() if x.ndim else x, batch)
+    assert first.tokens == [5, 6, 7, 8, 1, 1]
+    assert first.positions[:4] == [0, 1, 2, 3]
+    assert first.trajectory[:4] == first.sequence[:4] == first.group[:4] == [0] * 4
+    assert first.version == [-1, -1, 4, 4, -1, -1] and first.kv_version == [-1, -1, 3, 3, -1, -1]
+    assert first.mask == [False, False, True, True, False, False]
+    assert first.reward == [0, 0, 0, 0.5, 0, 0] and first.reward_valid[:4] == [True] * 4
+    assert first.truncated[:4] == [True] * 4
+    assert first.temperature == pytest.approx([0.8] * 4 + [1] * 2)
+    assert first.logprob_behavior == [0, 0, -3, -4, 0, 0]
+    assert int(batch.learner_version) == 5 and batch.rewards is None
+    assert not batch.mask[1].any() and not batch.segments[1].any() and (batch.temperature[1] == 1).all()
+    assert not set(batch.trajectory[1]) & set(batch.trajectory[0, :4]) and not batch.reward_valid[1].any()
+    for field in dataclasses.fields(TokenBatch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray) and value.ndim:
+            assert value.shape == (2, 6) and value.dtype in (np.int32, np.bool_, np.float32), field.name
+
+
+def test_rows_agree_with_from_rows():
+    trajectories = [make([5, 6], [7, 8, 9]), make([5], [7], group=1, reward=0.0)]
+    ours = host(pack(trajectories, learner_version=2, pad_to_multiple=5))
+    rows = TokenBatch.from_rows(
+        ours.tokens,
+        ours.mask,
+        group=[0, 1],
+        reward=[1.0, 0.0],
+        logprob_behavior=ours.logprob_behavior,
+        version=ours.version,
+        kv_version=ours.kv_version,
+        learner_version=2,
+    )
+    for name in ("tokens", "mask", "reward", "segments", "temperature", "logprob_behavior", "version"):
+        np.testing.assert_array_equal(getattr(ours, name), np.asarray(getattr(rows, name)), err_msg=name)
+    inside = ours.segments > 0
+    for name in ("positions", "sequence", "trajectory", "group", "reward_valid", "truncated"):
+        np.testing.assert_array_equal(
+            getattr(ours, name)[inside], np.asarray(getattr(rows, name))[inside], err_msg=name
+        )
+
+
+def test_no_signal_is_not_a_zero():
+    trajectories = [
+        make([5], [7], reward=None, reason="timeout"),
+        make([5], [7], reward=0.0),
+        make([5], [], reward=1.0),
+    ]
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=1))
+    assert batch.reward_valid[:, 0].tolist() == [False, True, False]  # the last has no token to put it on
+    assert batch.mask.sum(axis=1).tolist() == [1, 1, 0] and not batch.reward.any()
+
+
+def test_the_first_token_of_a_sequence_is_never_trained():
+    batch = host(pack([make([], [7, 8])], learner_version=0, pad_to_multiple=1))
+    assert batch.mask.tolist() == [[False, True]] and batch.logprob_behavior[0, 0] == 0
+    assert batch.version.tolist() == [[4, 4]]  # it was sampled, all the same
+
+
+def test_groups_are_renumbered():
+    trajectories = [make([5], [7], group=g) for g in (7, 3, 7, 1)]
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=1))
+    assert batch.group[:, 0].tolist() == [0, 1, 0, 2] and batch.trajectory[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_parts_travel_as_streams():
+    trajectories = [make([5], [7, 8], rewards={"format": 0.5, "x": 1.0}), make([5], [7], reward=None)]
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=1, parts=("format",)))
+    assert set(batch.rewards) == {"format"}
+    assert batch.rewards["format"].tolist() == [[0, 0, 0.5], [0, 0, 0]]
+    with pytest.raises(ValueError, match="no reward part 'y'; it has format, x"):
+        pack(trajectories, learner_version=0, parts=("y",))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"temperature": 0.0}, "greedy"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"logprob": np.array([0, -np.inf], np.float32)}, "not finite"),
+        ({"logprob": np.zeros(3, np.float32)}, "3 entries for 2 tokens"),
+        ({"tokens": np.zeros(0, np.int32)}, "no tokens"),
+    ],
+)
+def test_bad_trajectories_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        pack([make([5], [7]), dataclasses.replace(make([5], [7]), **change)], learner_version=0)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="no trajectories"):
+        pack([], learner_version=0)
+    with pytest.raises(ValueError, match="pad_to_multiple"):
+        pack([make([5], [7])], learner_version=0, pad_to_multiple=0)
+    with pytest.raises(ValueError, match="row_tokens=3"):
+        pack([make([5, 6], [7, 8])], learner_version=0, row_tokens=3)
+
+
+def test_first_fit():
+    assert first_fit([5, 4, 3, 3, 1], 8) == [[0, 2], [1, 3, 4]]
+    assert first_fit([8, 8], 8) == [[0], [1]]
+    assert first_fit([], 8) == []
+
+
+def ragged():
+    rng = np.random.default_rng(0)
+    shapes = [(3, 5), (2, 1), (6, 2), (1, 7), (4, 4), (2, 3)]
+    return [
+        make(
+            rng.integers(3, 120, p).tolist(),
+            rng.integers(3, 120, n).tolist(),
+            group=i // 2,
+            reward=float(i % 3),
+        )
+        for i, (p, n) in enumerate(shapes)
+    ]
+
+
+def test_packed_rows_hold_every_trajectory_once():
+    trajectories = ragged()
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=4, row_tokens=16))
+    assert batch.shape == (3, 16)
+    for index, t in enumerate(trajectories):
+        at = (batch.trajectory == index) & (batch.segments > 0)
+        assert batch.tokens[at].tolist() == t.tokens.tolist()
+        assert batch.positions[at].tolist() == list(range(len(t.tokens)))
+        assert batch.mask[at].tolist() == [bool(m) and i > 0 for i, m in enumerate(t.mask)]
+        assert batch.logprob_behavior[at].tolist() == t.logprob.tolist()
+        assert batch.reward[at].sum() == t.reward and batch.reward[at][-1] == t.reward
+        assert set(batch.group[at]) == {t.group} and set(batch.sequence[at]) == {index}
+        rows, columns = np.nonzero(at)
+        assert len(set(rows)) == 1 and (np.diff(columns) == 1).all()
+        assert len(set(batch.segments[at])) == 1
+    assert (batch.segments > 0).sum() == sum(len(t.tokens) for t in trajectories)
+    for row in batch.segments:
+        inside = row[row > 0]
+        assert (np.diff(inside) >= 0).all() and set(inside) == set(range(1, inside.max() + 1))
+    padding = batch.segments == 0
+    assert not batch.mask[padding].any() and set(batch.trajectory[padding]).isdisjoint(
+        range(len(trajectories))
+    )
+
+
+def test_t08_packed_and_padded_rows_give_the_same_log_probs(tiny_params):
+    trajectories = ragged()
+    logprobs = []
+    for row_tokens in (None, 24):
+        batch = pack(trajectories, learner_version=0, pad_to_multiple=24, row_tokens=row_tokens)
+        lp = np.asarray(policy_output(tiny_params, TINY, batch).logprob)
+        host_batch = host(batch)
+        logprobs.append(
+            [lp[(host_batch.trajectory == i) & host_batch.mask] for i in range(len(trajectories))]
+        )
+    for padded, packed in zip(*logprobs, strict=True):
+        np.testing.assert_allclose(padded, packed, atol=1e-5)
+        assert len(padded) and (padded < 0).all()
