@@ -101,10 +101,11 @@ def _policy_metrics(result: LossState, batch: TokenBatch) -> LossState:
     if batch.logprob_behavior is not None:
         x = batch.logprob_behavior - result.logprob
         log = log.log("kl_behavior", x).log("kl_behavior_k3", divergences.k3(x))
+        # Sampler against learner at equal weights: the proximal policy, or the current one before the first update.
+        learner = result.logprob if batch.logprob_proximal is None else batch.logprob_proximal
+        log = log.log("logprob_gap_mean", absolute(learner - batch.logprob_behavior))
     if batch.logprob_proximal is not None:
         log = log.log("kl_proximal", batch.logprob_proximal - result.logprob)
-        if batch.logprob_behavior is not None:
-            log = log.log("logprob_gap", absolute(batch.logprob_proximal - batch.logprob_behavior))
     return log if result.entropy is None else log.log("entropy", result.entropy)
 
 
