@@ -1,11 +1,12 @@
-"""Built-in string tasks: the first line of the answer must be exactly the string or the count."""
+"""Built-in string tasks: the first line of the answer must be exactly the string or the count (`vowel` apart)."""
 
 from __future__ import annotations
 
-from jaxrl_llm.rewards.registry import GRADERS
+from jaxrl_llm.rewards.registry import GRADERS, Grader
+from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.task import GeneratedTask, HashStream, Question, check_integer, register_task
 
-__all__ = ["copy", "letter_count", "reverse"]
+__all__ = ["copy", "letter_count", "reverse", "vowel"]
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -62,3 +63,25 @@ def letter_count(length: int = 6) -> GeneratedTask:
         )
 
     return GeneratedTask(name="letter_count", draw=draw, grader=GRADERS["number"], max_tokens=8)
+
+
+def _vowel_score(completion: str, gold: str, question: str) -> Score:
+    del gold, question  # any vowel will do
+    first = completion[:1]
+    right = first != "" and first in "aeiou"
+    parts = {"format": float(first.isalpha()), "lenient": float(any(c in "aeiou" for c in completion))}
+    return Score(float(right), parts, "" if right else f"begins with {first!r}, not with a vowel")
+
+
+@register_task("vowel")
+def vowel(length: int = 3) -> GeneratedTask:
+    """Go on with a vowel after a random word. A random policy is right often enough to learn it in seconds:
+    it tests the machinery, not a model."""
+    check_integer("vowel", "length", length, 2, 64)
+
+    def draw(stream: HashStream) -> Question:
+        word = _word(stream, length)
+        return Question(text=f"{word} and a vowel", answer="a", key=f"vowel {word}")
+
+    grader = Grader(find=lambda text: text[:1], score=_vowel_score, write=lambda answer: answer, instruction="")
+    return GeneratedTask(name="vowel", draw=draw, grader=grader, max_tokens=2, stop=(), exact=False)
