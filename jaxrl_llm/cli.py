@@ -180,7 +180,9 @@ def _run(command: Any) -> int:
 def _existing_run(path: str) -> pathlib.Path:
     run = pathlib.Path(path)
     if not (run / "config.yaml").is_file():
-        raise InputError(f"{run} is not a run folder: it has no config.yaml. Give the folder that `jaxrl train` wrote.")
+        raise InputError(
+            f"{run} is not a run folder: it has no config.yaml. Give the folder that `jaxrl train` wrote."
+        )
     return run
 
 

@@ -20,7 +20,16 @@ import yaml
 
 from jaxrl_llm.errors import InputError
 
-__all__ = ["Config", "apply_overrides", "as_data", "flatten", "load_config", "parse_config", "read_yaml", "to_yaml"]
+__all__ = [
+    "Config",
+    "apply_overrides",
+    "as_data",
+    "flatten",
+    "load_config",
+    "parse_config",
+    "read_yaml",
+    "to_yaml",
+]
 
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -31,6 +40,7 @@ NonNegative = Annotated[float, pydantic.Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def _section(cls):
     """A frozen dataclass that pydantic checks strictly: no unknown keys, no silent conversions."""
     cls.__pydantic_config__ = _STRICT
@@ -92,7 +102,9 @@ class LearnerSettings:
     minibatches: Positive = 1  # optimiser updates per pass over the rollout batch
     epochs: Positive = 1  # passes over the rollout batch
     micro_batch_rows: Positive = 16  # rows per forward and backward pass
-    remat: Literal["none", "dots", "full"] = "dots"  # backward pass recomputes nothing | all but products | layers
+    remat: Literal["none", "dots", "full"] = (
+        "dots"  # backward pass recomputes nothing | all but products | layers
+    )
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
     pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
 
@@ -149,7 +161,11 @@ _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$", "-+.0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?)$",
+        "-+.0123456789",
+    ),
     ("float", r"^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$", "-+."),
     ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("merge", r"^(?:<<)$", "<"),
@@ -176,7 +192,9 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
         if not isinstance(key, (str, int, float, bool)):
             raise InputError(f"line {line}: a key must be a plain word, got {key!r}.")
         if key in seen:
-            raise InputError(f"line {line}: key {key!r} was already given in line {seen[key]}; keep one of them.")
+            raise InputError(
+                f"line {line}: key {key!r} was already given in line {seen[key]}; keep one of them."
+            )
         seen[key] = line
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
@@ -279,7 +297,9 @@ def _suggest(path: str) -> str:
 
 def _explain(error: Any) -> str:
     # A union puts the name of the branch into the path; only real keys are shown.
-    parts = [str(p) for p in error["loc"] if not re.match(r"^(str|dict\[|list\[|function|tuple\[|none)", str(p))]
+    parts = [
+        str(p) for p in error["loc"] if not re.match(r"^(str|dict\[|list\[|function|tuple\[|none)", str(p))
+    ]
     path = ".".join(parts)
     if error["type"] == "unexpected_keyword_argument":
         return f"{path}: there is no such setting.{_suggest(path)}"
@@ -359,7 +379,7 @@ def load_config(path: str | pathlib.Path, overrides: typing.Sequence[str] = ()) 
 
 def as_data(config: Config) -> dict[str, Any]:
     """The config as plain JSON data."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return json.loads(json.dumps(dataclasses.asdict(typing.cast(Any, config))))
 
 
 def flatten(data: typing.Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.assembly import build_sampler, build_task, configured_model, prompt_room, sampling_params
 from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.formats.export import save_hf
@@ -16,13 +17,6 @@ from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.task import prompt_of
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
-from jaxrl_llm.train import (
-    build_sampler,
-    build_task,
-    configured_model,
-    prompt_room,
-    sampling_params,
-)
 from jaxrl_llm.types import Prompt
 
 __all__ = ["evaluate_config", "export", "load_policy", "sample_config"]
@@ -46,7 +40,9 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
     return dataclasses.replace(model, params=params), int(meta["version"])
 
 
-def evaluate_config(config: Config, *, snapshot: str | None = None, version: int | None = None) -> dict[str, Any]:
+def evaluate_config(
+    config: Config, *, snapshot: str | None = None, version: int | None = None
+) -> dict[str, Any]:
     """Held-out accuracy of a policy, greedy and sampled: the `eval/…` keys of metrics.jsonl and `version`."""
     if not config.evaluation.items:
         raise InputError("evaluation.items is 0; ask for some, for example --set evaluation.items=128.")

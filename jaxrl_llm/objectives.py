@@ -44,7 +44,9 @@ def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) ->
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise InputError(f"{where} has no argument {key!r}.{hint} It takes: {', '.join(known) or 'none'}.")
+            raise InputError(
+                f"{where} has no argument {key!r}.{hint} It takes: {', '.join(known) or 'none'}."
+            )
     try:
         return call(**kwargs)
     except (TypeError, ValueError) as error:
@@ -63,7 +65,9 @@ def _recipe(spec: dict[str, Any]) -> LossTransform:
     else:
         close = difflib.get_close_matches(name, list(recipes.RECIPES), n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        raise InputError(f"objective: no recipe {name!r}.{hint} Recipes: {', '.join(sorted(recipes.RECIPES))}.")
+        raise InputError(
+            f"objective: no recipe {name!r}.{hint} Recipes: {', '.join(sorted(recipes.RECIPES))}."
+        )
     if not stages:
         return objective
     if not isinstance(stages, Mapping) or not all(isinstance(v, Mapping) for v in stages.values()):
@@ -88,7 +92,9 @@ def _chain(spec: list[Any]) -> LossTransform:
         if factory is None:
             close = difflib.get_close_matches(name, list(transforms.STAGES), n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise InputError(f"{where}: no stage {name!r}.{hint} Stages: {', '.join(sorted(transforms.STAGES))}.")
+            raise InputError(
+                f"{where}: no stage {name!r}.{hint} Stages: {', '.join(sorted(transforms.STAGES))}."
+            )
         built.append(_checked(f"{where}: stage {name}", factory, kwargs or {}))
     try:
         return transforms.chain(*built)
@@ -105,5 +111,7 @@ def _by_import(path: str, kwargs: Mapping[str, Any]) -> LossTransform:
     if not isinstance(found, LossTransform):
         found = _checked(f"objective: {path}", found, kwargs) if callable(found) else found
     if not isinstance(found, LossTransform):
-        raise InputError(f"objective: {path!r} is {type(found).__name__}, not a LossTransform or a function of one.")
+        raise InputError(
+            f"objective: {path!r} is {type(found).__name__}, not a LossTransform or a function of one."
+        )
     return found

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import resource
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,17 @@ from typing import Any
 import jax
 
 from jaxrl_llm import __version__
-from jaxrl_llm.config import Config, as_data, flatten, load_config, to_yaml
+from jaxrl_llm.assembly import (
+    REMAT,
+    Policy,
+    build_mesh,
+    build_sampler,
+    build_task,
+    configured_model,
+    prompt_room,
+    sampling_params,
+)
+from jaxrl_llm.config import Config, as_data
 from jaxrl_llm.data.source import PromptSource
 from jaxrl_llm.diagnostics.display import make_display
 from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter
@@ -41,195 +50,17 @@ from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import fill_logprobs, make_score
 from jaxrl_llm.learner.state import finish_train_step, init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
-from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.objectives import build_objective, uses_groups
-from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import pack
-from jaxrl_llm.rollout.task import Task, make_task
-from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.run_folder import prepare_folder, resumed_config
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
+from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import needed_fields
 from jaxrl_llm.types import Mean, TokenBatch
 
-__all__ = ["EXIT_STOPPED", "build_sampler", "build_task", "sampling_params", "train"]
-
-EXIT_STOPPED = 75  # stopped on request or preemption with a snapshot saved
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What can be sampled from: a model, its sampler and the task that it answers."""
-
-    model: Model
-    sampler: Sampler
-    task: Task
-
-
-_REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
-
-
-def configured_model(config: Config) -> Model:
-    """Loads the model of a config, with its tokenizer and compute dtypes.
-
-    Raises:
-      InputError: see `load_model`; or the model brings no tokenizer.
-    """
-    model = load_model(config.model.source, dtype=config.model.dtype)
-    if model.tokenizer is None:
-        raise InputError(f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json.")
-    changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-    return dataclasses.replace(model, config=changed)
-
-
-def build_task(config: Config) -> Task:
-    """The task of a config, checked: its verifier must know right from wrong.
-
-    Raises:
-      InputError: no such task, arguments that it does not take, or a verifier that fails its self-test.
-    """
-    task = make_task(config.task.name, config.task.args, system=config.task.system)
-    self_test(task)
-    return task
-
-
-def build_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh | None = None) -> Sampler:
-    """The sampler of a config. Its context is `model.max_context`, which must fit the model's positions."""
-    if config.model.max_context > model.config.max_positions:
-        raise InputError(
-            f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
-            f"{model.config.max_positions}; use at most that."
-        )
-    return Sampler(
-        model.config,
-        slots=config.sampler.slots,
-        page_size=config.sampler.page_size,
-        pages=config.sampler.pages,
-        max_context=config.model.max_context,
-        tokenizer=model.tokenizer,
-        steps_per_dispatch=config.sampler.steps_per_dispatch,
-    )
-
-
-def prompt_room(config: Config, task: Task) -> int:
-    """Tokens that a prompt may have.
-
-    Raises:
-      InputError: the answers of the task leave no room for a prompt.
-    """
-    new = config.rollout.max_tokens or task.max_tokens
-    room = config.model.max_context - new
-    if room < 1:
-        raise InputError(
-            f"model.max_context: {config.model.max_context} tokens hold no prompt beside {new} new ones; raise it or "
-            f"lower rollout.max_tokens."
-        )
-    return min(room, config.task.max_prompt_tokens or room)
-
-
-def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParams:
-    """The sampling distribution of the training rollouts, with `changes` for evaluation."""
-    r = config.rollout
-    params = SamplingParams(
-        max_tokens=r.max_tokens or task.max_tokens,
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-        min_tokens=r.min_tokens,
-        n=r.group_size,
-        stop=task.stop if r.stop is None else r.stop,
-        seed=config.seed,
-    )
-    return dataclasses.replace(params, **changes)
-
-
-def build_mesh(config: Config) -> jax.sharding.Mesh | None:
-    """The device mesh of a config, None for one device."""
-    m = config.mesh
-    if m.data * m.fsdp * m.tensor == 1:
-        return None
-    try:
-        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
-    except ValueError as error:
-        raise InputError(f"mesh: {error}") from None
-
-
-# -------------------------------------------------------------------------------- the run folder
-
-
-def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
-    """Makes the run folder and writes config.yaml into it.
-
-    Raises:
-      InputError: the folder holds a run and `resume` is False, or holds none and it is True, or cannot be written.
-    """
-    exists = (folder / "config.yaml").is_file()
-    if exists and not resume:
-        raise InputError(
-            f"{folder} already holds a run. Go on with it by adding --resume, or choose another folder with --run."
-        )
-    if resume and not exists:
-        raise InputError(f"--resume: {folder} holds no run (no config.yaml). Leave out --resume to start one there.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
-    except OSError as error:
-        raise InputError(f"run folder {folder} cannot be written: {error}. Choose another with --run.") from None
-
-
-def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]) -> tuple[Config, list[str]]:
-    """The config that a resumed run goes on with: its own, with the overrides of this call.
-
-    Returns:
-      (config, notes): a note names each setting of the given file that differs and is not used.
-    """
-    if not (folder / "config.yaml").is_file():
-        return given, []
-    own = load_config(folder / "config.yaml", overrides)
-    before, now = flatten(as_data(own)), flatten(as_data(given))
-    unused = [
-        f"{key}: the run has {before.get(key)!r}, the file says {now.get(key)!r}; the run's value is kept."
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-    ]
-    return own, unused
-
-
-# ------------------------------------------------------------------------------------ stopping
-
-
-class StoppedError(Exception):
-    """The run was asked to stop while a rollout was under way; the state before it is whole."""
-
-
-class StopRequest:
-    """SIGINT and SIGTERM ask the loop to stop where a snapshot can be saved; a second SIGINT stops at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __enter__(self) -> StopRequest:
-        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-        print("\nStopping: a snapshot will be saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
-
-    def check(self, *_: object) -> None:
-        """Raises StoppedError when a stop was asked for; usable as a progress callback."""
-        if self.asked:
-            raise StoppedError
+__all__ = ["Run", "train"]
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -251,8 +82,8 @@ def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
     """
     out: dict[str, float] = {}
     for name in updates[0]:
-        parts = [Mean(*map(float, u[name])) for u in updates]
-        values = [p.total / p.count if p.count else 0.0 for p in parts]
+        parts = [(float(u[name].total), float(u[name].count)) for u in updates]
+        values = [total / count if count else 0.0 for total, count in parts]
         if name.startswith("logprob_gap"):
             value = values[0]
         elif name.endswith("_max"):
@@ -262,8 +93,8 @@ def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
         elif name == "skipped":
             value = sum(values)
         else:
-            count = sum(p.count for p in parts)
-            value = sum(p.total for p in parts) / count if count else 0.0
+            count = sum(count for _, count in parts)
+            value = sum(total for total, _ in parts) / count if count else 0.0
         out[_LEARNER_KEYS.get(name, f"policy/{name}")] = value
     return out
 
@@ -324,7 +155,7 @@ class Run:
                 self.optimizer,
                 self.mesh,
                 micro_batch_rows=learner.micro_batch_rows,
-                remat=_REMAT[learner.remat],
+                remat=REMAT[learner.remat],
                 chunk=learner.head_chunk,
             )
         except ValueError as error:
@@ -362,7 +193,11 @@ class Run:
         config = self.config
         prompts = self.source.next_batch(config.rollout.prompts)
         completions = self.policy.sampler.generate(
-            self.state.params, prompts, sampling_params(config, self.policy.task), version=self.version, on_progress=on_progress
+            self.state.params,
+            prompts,
+            sampling_params(config, self.policy.task),
+            version=self.version,
+            on_progress=on_progress,
         )
         trajectories, metrics = collect(
             completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
@@ -438,7 +273,12 @@ class Run:
 
 
 def train(
-    config: Config, folder: pathlib.Path, *, resume: bool = False, overrides: Sequence[str] = (), invocation: str = ""
+    config: Config,
+    folder: pathlib.Path,
+    *,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    invocation: str = "",
 ) -> int:
     """Runs or resumes a training run.
 
@@ -488,7 +328,9 @@ def train(
     return 0
 
 
-def loop(run: Run, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter) -> bool:
+def loop(
+    run: Run, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter
+) -> bool:
     """The train steps that are left. Returns True when it was asked to stop."""
     config = run.config
     saved = run.version if run.snapshots.latest() == run.version else None
@@ -513,7 +355,9 @@ def loop(run: Run, display: Any, stop: StopRequest, metrics_out: MetricsWriter, 
 
             def progress(stats: Any) -> None:
                 stop.check()
-                display.phase("rollout", stats.completions, config.rollout.prompts * config.rollout.group_size)
+                display.phase(
+                    "rollout", stats.completions, config.rollout.prompts * config.rollout.group_size
+                )
 
             batch, trajectories, row = run.rollout(progress)
             sampled = time.perf_counter()

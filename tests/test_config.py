@@ -34,14 +34,25 @@ def test_under_80_settings():
 
 
 def test_round_trip_through_yaml(load):
-    config = load("objective: {recipe: dapo, clip_high: 0.3}\nrollout: {stop: [\"\\n\"]}\noptimizer: {learning_rate: 3e-6}")
+    config = load(
+        'objective: {recipe: dapo, clip_high: 0.3}\nrollout: {stop: ["\\n"]}\noptimizer: {learning_rate: 3e-6}'
+    )
     assert load(to_yaml(config)) == config
     assert config.rollout.stop == ("\n",)
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-6", 1e-6), ("5e-4", 5e-4), ("1e6", 1e6), ("1e+3", 1e3), ("1.0e-6", 1e-6), (".5", 0.5), ("1", 1.0), ("1_000", 1000.0)],
+    [
+        ("1e-6", 1e-6),
+        ("5e-4", 5e-4),
+        ("1e6", 1e6),
+        ("1e+3", 1e3),
+        ("1.0e-6", 1e-6),
+        (".5", 0.5),
+        ("1", 1.0),
+        ("1_000", 1000.0),
+    ],
 )
 def test_u01_numbers(load, text, value):
     for config in (
@@ -74,7 +85,10 @@ def test_u01_numbers(load, text, value):
         ("rollout: {top_k: 5}", ["rollout.top_k", "5"]),
         ("rollout: {min_p: 0.1}", ["rollout.min_p"]),
         ("rollout: {temperature: 0}", ["rollout.temperature", "greater than 0"]),
-        ("rollout: {max_tokens: 256}\nmodel: {max_context: 256}", ["rollout.max_tokens", "model.max_context"]),
+        (
+            "rollout: {max_tokens: 256}\nmodel: {max_context: 256}",
+            ["rollout.max_tokens", "model.max_context"],
+        ),
         ("rollout: {prompts: 3, group_size: 5}\nlearner: {minibatches: 2}", ["learner.minibatches", "15"]),
         ('rollout: {stop: [""]}', ["rollout.stop", "empty"]),
     ],
@@ -115,8 +129,15 @@ def test_overrides_do_not_touch_their_input_and_reach_recipes():
     data = {"objective": "dapo"}
     out = apply_overrides(data, ["objective.clip_high=0.3", "objective.stages.clip_surrogate.low=0.1"])
     assert data == {"objective": "dapo"}
-    assert out["objective"] == {"recipe": "dapo", "clip_high": 0.3, "stages": {"clip_surrogate": {"low": 0.1}}}
-    assert apply_overrides({}, ["objective.clip_high=0.3"])["objective"] == {"recipe": "grpo", "clip_high": 0.3}
+    assert out["objective"] == {
+        "recipe": "dapo",
+        "clip_high": 0.3,
+        "stages": {"clip_surrogate": {"low": 0.1}},
+    }
+    assert apply_overrides({}, ["objective.clip_high=0.3"])["objective"] == {
+        "recipe": "grpo",
+        "clip_high": 0.3,
+    }
 
 
 @pytest.mark.parametrize("item", ["steps", "=3", "a..b=1", "steps.x=1", "steps=[1"])

@@ -1,0 +1,128 @@
+"""From a config to the parts that it names: task, model, sampler, mesh. Used by training and by inference."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.load import Model, load_model
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.rollout.checks import self_test
+from jaxrl_llm.rollout.task import Task, make_task
+from jaxrl_llm.sampler import Sampler, SamplingParams
+
+__all__ = [
+    "REMAT",
+    "Policy",
+    "build_mesh",
+    "build_sampler",
+    "build_task",
+    "configured_model",
+    "prompt_room",
+    "sampling_params",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What can be sampled from: a model, its sampler and the task that it answers."""
+
+    model: Model
+    sampler: Sampler
+    task: Task
+
+
+REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
+
+
+def configured_model(config: Config) -> Model:
+    """Loads the model of a config, with its tokenizer and compute dtypes.
+
+    Raises:
+      InputError: see `load_model`; or the model brings no tokenizer.
+    """
+    model = load_model(config.model.source, dtype=config.model.dtype)
+    if model.tokenizer is None:
+        raise InputError(
+            f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json."
+        )
+    changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
+    return dataclasses.replace(model, config=changed)
+
+
+def build_task(config: Config) -> Task:
+    """The task of a config, checked: its verifier must know right from wrong.
+
+    Raises:
+      InputError: no such task, arguments that it does not take, or a verifier that fails its self-test.
+    """
+    task = make_task(config.task.name, config.task.args, system=config.task.system)
+    self_test(task)
+    return task
+
+
+def build_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh | None = None) -> Sampler:
+    """The sampler of a config. Its context is `model.max_context`, which must fit the model's positions."""
+    if config.model.max_context > model.config.max_positions:
+        raise InputError(
+            f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
+            f"{model.config.max_positions}; use at most that."
+        )
+    return Sampler(
+        model.config,
+        slots=config.sampler.slots,
+        page_size=config.sampler.page_size,
+        pages=config.sampler.pages,
+        max_context=config.model.max_context,
+        tokenizer=model.tokenizer,
+        steps_per_dispatch=config.sampler.steps_per_dispatch,
+    )
+
+
+def prompt_room(config: Config, task: Task) -> int:
+    """Tokens that a prompt may have.
+
+    Raises:
+      InputError: the answers of the task leave no room for a prompt.
+    """
+    new = config.rollout.max_tokens or task.max_tokens
+    room = config.model.max_context - new
+    if room < 1:
+        raise InputError(
+            f"model.max_context: {config.model.max_context} tokens hold no prompt beside {new} new ones; raise it or "
+            f"lower rollout.max_tokens."
+        )
+    return min(room, config.task.max_prompt_tokens or room)
+
+
+def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParams:
+    """The sampling distribution of the training rollouts, with `changes` for evaluation."""
+    r = config.rollout
+    params = SamplingParams(
+        max_tokens=r.max_tokens or task.max_tokens,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        min_tokens=r.min_tokens,
+        n=r.group_size,
+        stop=task.stop if r.stop is None else r.stop,
+        seed=config.seed,
+    )
+    return dataclasses.replace(params, **changes)
+
+
+def build_mesh(config: Config) -> jax.sharding.Mesh | None:
+    """The device mesh of a config, None for one device."""
+    m = config.mesh
+    if m.data * m.fsdp * m.tensor == 1:
+        return None
+    try:
+        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
+    except ValueError as error:
+        raise InputError(f"mesh: {error}") from None
