@@ -122,7 +122,7 @@ class Mean(NamedTuple):
     """A mean that has not been divided yet, so that it merges by addition over any split."""
 
     total: Array  # f32[]
-    count: Array  # f32[]  # type: ignore[assignment]  # shadows tuple.count, which nobody calls on a Mean
+    count: Array  # type: ignore[assignment]  # f32[]; hides tuple.count, which nobody needs
 
     def __add__(self, other: Mean) -> Mean:  # type: ignore[override]
         return Mean(self.total + other.total, self.count + other.count)
