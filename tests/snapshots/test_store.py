@@ -61,10 +61,17 @@ def bits(tree):
     return out
 
 
-def flip_bit(path: pathlib.Path, position: float = 0.5):
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * position)] ^= 1
-    path.write_bytes(bytes(data))
+def flip_bit(folder: pathlib.Path, leaf, at: float) -> None:
+    """Flips one bit inside the stored bytes of an array."""
+    data = np.asarray(leaf).tobytes()
+    found = 0
+    for path in folder.rglob("d/*"):
+        stored = bytearray(path.read_bytes())
+        if (start := stored.find(data)) >= 0:
+            stored[start + int(len(data) * at)] ^= 1
+            path.write_bytes(bytes(stored))
+            found += 1
+    assert found, "the bytes of the array are not in the files"
 
 
 def biggest_file(folder: pathlib.Path) -> pathlib.Path:
@@ -184,36 +191,25 @@ def saved_twice(path):
 
 
 @pytest.mark.parametrize("item", ["params", "rest"])
-@pytest.mark.parametrize("position", [0.3, 0.9])
-def test_one_flipped_bit_is_noticed_and_the_one_before_is_used(tmp_path, item, position):
-    saved_twice(tmp_path)
-    flip_bit(biggest_file(tmp_path / "2" / item), position)
+@pytest.mark.parametrize("at", [0.0, 0.37, 0.999])
+def test_one_flipped_bit_is_noticed_and_the_one_before_is_used(tmp_path, item, at):
+    noise = jax.random.normal(jax.random.key(5), (64, 16))
+    states = [{"params": {"w": noise + n}, "moments": {"w": noise - n}, "n": n} for n in (0, 1, 2)]
     with SnapshotStore(tmp_path) as store:
-        with pytest.warns(RuntimeWarning, match=r"Snapshot 2 is damaged .*using 1 instead"):
-            state, meta = store.restore(like=make_state())
+        store.save(1, states[1], {"n": 1})
+        store.save(2, states[2], {"n": 2})
+    flip_bit(tmp_path / "2" / item, states[2]["params" if item == "params" else "moments"]["w"], at)
+    with SnapshotStore(tmp_path) as store:
+        with pytest.warns(RuntimeWarning, match=r"Snapshot 2 is damaged .*digest .*/w.*using 1 instead"):
+            state, meta = store.restore(like=states[0])
         assert meta == {"n": 1, "version": 1}
-        assert bits(state) == bits(make_state(1, 1))
+        assert bits(state) == bits(states[1])
         with pytest.raises(InputError, match="No usable snapshot"):
-            store.restore(2, like=make_state())
-        store.save(2, make_state(3, 2), {"n": 3})  # the run goes on and replaces it
-        assert store.restore(like=make_state())[1] == {"n": 3, "version": 2}
-
-
-def test_a_flip_of_an_array_byte_that_orbax_reads_happily_is_caught_by_the_digest(tmp_path):
-    """Incompressible arrays, flips all over the data file: never a silent wrong value."""
-    state = {"params": {"w": jax.random.bits(jax.random.key(0), (64, 64), jnp.uint32)}}
-    digest_caught = 0
-    for trial in range(6):
-        folder = tmp_path / str(trial)
-        with SnapshotStore(folder) as store:
-            store.save(1, state, {})
-        flip_bit(biggest_file(folder / "1" / "params"), 0.1 + 0.13 * trial)
-        with SnapshotStore(folder) as store, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with pytest.raises(InputError, match="No usable snapshot") as error:
-                store.restore(like=state)
-        digest_caught += "digest" in str(error.value)
-    assert digest_caught >= 1
+            store.restore(2, like=states[0])
+        if item == "rest":  # the parameters of the damaged one are whole
+            assert bits(store.restore_params()[0]) == bits(states[2]["params"])
+        store.save(2, states[0], {"n": 3})  # the run goes on and replaces it
+        assert store.restore(like=states[0])[1] == {"n": 3, "version": 2}
 
 
 @pytest.mark.parametrize(
@@ -240,16 +236,30 @@ def test_other_damage_falls_back(tmp_path, what):
         assert meta == ({"n": 2, "version": 2} if what == "empty_folder" else {"n": 1, "version": 1})
 
 
-def test_damage_leaves_no_noise_on_stderr(tmp_path, capfd):
-    saved_twice(tmp_path)
-    file = biggest_file(tmp_path / "2" / "params")
-    file.write_bytes(file.read_bytes()[:10])
-    with SnapshotStore(tmp_path) as store, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        store.restore(like=make_state())
-    assert [w for w in caught if "Snapshot 2 is damaged" in str(w.message)]
-    out, err = capfd.readouterr()
-    assert out == "" and err == ""
+_NOISY = """
+import pathlib, sys
+import jax
+from jaxrl_llm.snapshots.store import SnapshotStore
+folder = pathlib.Path(sys.argv[1])
+state = {"params": {f"w{i}": jax.random.normal(jax.random.key(i), (100, 100)) for i in range(5)}}
+with SnapshotStore(folder) as store:
+    store.save(1, state, {})
+    store.save(2, state, {})
+for file in (folder / "2" / "params").rglob("d/*"):
+    file.write_bytes(file.read_bytes()[:1000])
+with SnapshotStore(folder) as store:
+    store.restore(like=state)
+"""
+
+
+def test_damage_is_told_in_one_warning_without_the_noise_of_the_libraries(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _NOISY, str(tmp_path)], capture_output=True, timeout=120, text=True
+    )
+    assert done.returncode == 0 and done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert "RuntimeWarning: Snapshot 2 is damaged" in lines[0] and "using 1 instead" in lines[0]
+    assert len(lines) <= 2, done.stderr  # Python may quote the source line of a warning
 
 
 def test_nothing_usable_is_an_input_error(tmp_path):
