@@ -14,7 +14,14 @@ from jaxrl_llm.sampler.base import Completion
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import StopReason, Trajectory
 
-__all__ = ["collect", "rollout_metrics", "sampled_text", "score_completion", "trajectory_of"]
+__all__ = [
+    "collect",
+    "completion_text",
+    "rollout_metrics",
+    "sampled_text",
+    "score_completion",
+    "trajectory_of",
+]
 
 
 def sampled_text(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
@@ -35,12 +42,17 @@ def sampled_text(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> 
     return "\n".join(tokenizer.decode(tokens[start:end].tolist()) for start, end in runs)
 
 
-def score_completion(task: Task, item_source: Completion | Trajectory, text: str) -> Score:
+def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """What a reward sees of a completion: its text before the stop string, special tokens left out."""
+    return tokenizer.decode(completion.tokens.tolist()) if completion.text is None else completion.text
+
+
+def score_completion(task: Task, completion: Completion, text: str) -> Score:
     """The task's score of a text; None with the reason when the sampler or the verifier failed."""
-    if item_source.stop is StopReason.ERROR:
+    if completion.stop is StopReason.ERROR:
         return Score(None, reason="the completion ended in an error")
     try:
-        return task.score(item_of(item_source.prompt), text)
+        return task.score(item_of(completion.prompt), text)
     except Exception as error:  # one broken verifier call must not end a run; it is counted
         return Score(None, reason=f"the verifier of {task.name} raised {type(error).__name__}: {error}")
 
@@ -92,9 +104,7 @@ def collect(
     trajectories = []
     for completion in completions:
         own = task[completion.prompt.task] if isinstance(task, Mapping) else task
-        tokens = np.asarray(completion.tokens)
-        text = sampled_text(tokens, np.ones(len(tokens), bool), tokenizer)
-        score = score_completion(own, completion, text)
+        score = score_completion(own, completion, completion_text(completion, tokenizer))
         group = groups.setdefault(completion.prompt.uid, len(groups))
         trajectories.append(trajectory_of(completion, score, group=group, temperature=temperature))
     return trajectories, rollout_metrics(trajectories)

@@ -12,9 +12,9 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.checks import constant_answer_baseline, distinct_items
-from jaxrl_llm.rollout.collect import sampled_text, score_completion
+from jaxrl_llm.rollout.collect import completion_text, score_completion
 from jaxrl_llm.rollout.task import Item, Task, prompt_of
-from jaxrl_llm.sampler.base import Completion, SamplingParams, TokenSampler
+from jaxrl_llm.sampler.base import SamplingParams, TokenSampler
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -135,7 +135,7 @@ def evaluate(
                 on_progress(before + stats.completions, total)
 
         completions = sampler.generate(params, prompts, how, version=version, on_progress=progress)
-        scores = [_score(task, c, tokenizer) for c in completions]
+        scores = [score_completion(task, c, completion_text(c, tokenizer)) for c in completions]
         figures |= summary(scores, key + kind)
         lengths = [len(c.tokens) for c in completions]
         figures[f"{key}{kind}length_mean"] = float(np.mean(lengths))
@@ -144,11 +144,6 @@ def evaluate(
     if f"{key}greedy_format_rate" in figures:
         figures[f"{key}format_rate"] = figures[f"{key}greedy_format_rate"]
     return figures
-
-
-def _score(task: Task, completion: Completion, tokenizer: Tokenizer) -> Score:
-    tokens = np.asarray(completion.tokens)
-    return score_completion(task, completion, sampled_text(tokens, np.ones(len(tokens), bool), tokenizer))
 
 
 def _held_out(

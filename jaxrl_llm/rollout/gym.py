@@ -16,6 +16,7 @@ nothing. What else is guarded against, found by running all its families:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -118,6 +119,7 @@ class GymTask:
     held_out: float
     form: PromptFormat = PromptFormat()
     dataset: Callable[[int], Any]  # seed -> package data set of CHUNK items, cached
+    entry: Callable[[int, int], Mapping[str, Any]]  # (seed, place) -> its item, cached: some take a second
 
     @property
     def exact(self) -> bool:
@@ -135,7 +137,7 @@ class GymTask:
             # The package's item i of seed s is item i - 1 of seed s + 1, so seeds are hashed far apart.
             digest = hashlib.blake2b(f"{self.family}/{name}/{seed}/{chunk}/{attempt}".encode(), digest_size=4)
             dataset_seed = int.from_bytes(digest.digest(), "little") >> 1
-            entry = self.dataset(dataset_seed)[place]
+            entry = self.entry(dataset_seed, place)
             key = f"{self.family} {entry['question']}"
             if is_held_out(key, self.held_out) != (name == "eval"):
                 continue
@@ -171,7 +173,7 @@ class GymTask:
             right = normalise(found) == normalise(item.answer or "")
         else:
             try:
-                entry = self.dataset(item.extra["dataset_seed"])[item.extra["place"]]
+                entry = copy.deepcopy(self.entry(item.extra["dataset_seed"], item.extra["place"]))
                 if self.judge == "expression":
                     right = _solves(self.family, found, entry)
                 else:
@@ -297,6 +299,10 @@ def reasoning_gym_task(
     def dataset(seed: int) -> Any:
         return package.create_dataset(family, seed=seed, size=CHUNK, **settings)
 
+    @functools.lru_cache(maxsize=4096)
+    def entry(seed: int, place: int) -> Mapping[str, Any]:
+        return dataset(seed)[place]
+
     def probe() -> tuple[Any, list[Mapping[str, Any]]]:
         first = dataset(1)
         return first, [first[i] for i in range(3)]
@@ -328,4 +334,5 @@ def reasoning_gym_task(
         stop=("\n",) if reads_line else (),
         held_out=(_SLOW.get(family, HELD_OUT) if held_out is None else held_out),
         dataset=dataset,
+        entry=entry,
     )

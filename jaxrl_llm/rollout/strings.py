@@ -83,5 +83,7 @@ def vowel(length: int = 3) -> GeneratedTask:
         word = _word(stream, length)
         return Question(text=f"{word} and a vowel", answer="a", key=f"vowel {word}")
 
-    grader = Grader(find=lambda text: text[:1], score=_vowel_score, write=lambda answer: answer, instruction="")
+    grader = Grader(
+        find=lambda text: text[:1], score=_vowel_score, write=lambda answer: answer, instruction=""
+    )
     return GeneratedTask(name="vowel", draw=draw, grader=grader, max_tokens=2, stop=(), exact=False)

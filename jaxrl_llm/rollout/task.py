@@ -289,7 +289,7 @@ def make_task(
     Raises:
       InputError: no such task or argument, a bad value, an unreadable file.
     """
-    from jaxrl_llm.rollout import arithmetic, files, gym, strings  # they register themselves here
+    from jaxrl_llm.rollout import files, gym  # they build on this module
 
     args = {**(args or {}), **more}
     kind, colon, rest = name.partition(":")
@@ -302,7 +302,6 @@ def make_task(
         build, first = TASKS[name], ()
     else:
         known = [*TASKS, "jsonl:FILE", "reasoning_gym:FAMILY"]
-        del arithmetic, strings
         raise InputError(
             f"task {name!r} does not exist.{nearest(name, known)} Tasks: {', '.join(sorted(known))}."
         )

@@ -90,7 +90,9 @@ def test_the_reward_sees_only_sampled_text_without_special_tokens():
 
     task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=spy))
     collect([completion(" 5", prompt())], task, TOKENIZER)
-    assert seen == [" 5"]
+    cut = dataclasses.replace(completion(" 5###", prompt()), text=" 5", stop=StopReason.STOP_STRING)
+    collect([cut], task, TOKENIZER)  # a stop string is not part of the answer
+    assert seen == [" 5", " 5"]
 
 
 def test_several_tasks():

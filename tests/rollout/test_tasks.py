@@ -21,7 +21,7 @@ from jaxrl_llm.rollout.task import (
 )
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 
-BUILT_IN = ["addition", "subtraction", "multiplication", "mixed", "copy", "reverse", "letter_count"]
+BUILT_IN = ["addition", "subtraction", "multiplication", "mixed", "copy", "reverse", "letter_count", "vowel"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -112,6 +112,14 @@ def test_strings_are_right():
         item = make_task("letter_count").split("train", 0).item(i)
         _, letter, _, word, _ = item.question.split('"')
         assert item.answer == str(word.count(letter))
+
+
+def test_a_random_policy_can_learn_vowels():
+    task = make_task("vowel")
+    item = task.split("train", 0).item(0)
+    values = {text: task.score(item, text).value for text in ("a", "ux", "b", "", " a", "banana")}
+    assert values == {"a": 1.0, "ux": 1.0, "b": 0.0, "": 0.0, " a": 0.0, "banana": 0.0}
+    assert constant_answer_baseline(task, 20).accuracy == 1.0  # which is why it measures nothing
 
 
 def test_the_quickstart_prompt():
@@ -231,5 +239,4 @@ def test_constant_answer_baseline():
 
 
 def test_every_registered_task_is_tested_here():
-    make_task("addition")
     assert sorted(TASKS) == sorted(BUILT_IN)
