@@ -22,7 +22,7 @@ from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
 
-__all__ = ["Metrics", "Policy", "apply_gradients", "make_prepare", "make_update_step"]
+__all__ = ["Metrics", "Policy", "UpdateStep", "apply_gradients", "make_prepare", "make_update_step"]
 
 Array = jax.Array
 Metrics = dict[str, Mean]
@@ -78,7 +78,7 @@ def make_update_step(
     rules: Rules = DEFAULT_RULES,
     policy: Policy | None = None,
     donate: bool = True,
-) -> Callable[[LearnerState, TokenBatch], tuple[LearnerState, Metrics]]:
+) -> UpdateStep:
     """Builds step(state, batch) -> (state, metrics), one jitted optimiser step.
 
     The batch is cut into micro-batches of rows; their gradients and metrics are added up in f32 by a scan and
@@ -192,12 +192,18 @@ def make_update_step(
             metrics["learning_rate"] = _scalar(rate)
         return pinned(new, shardings), metrics
 
-    jitted = jax.jit(update, donate_argnums=0 if donate else ())
+    return UpdateStep(jax.jit(update, donate_argnums=0 if donate else ()), mesh)
 
-    def step(state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
-        return jitted(state, place_batch(batch, mesh))
 
-    return step
+@dataclasses.dataclass(frozen=True)
+class UpdateStep:
+    """step(state, batch) -> (state, metrics); see `make_update_step`."""
+
+    jitted: Any  # the jitted function, for callers that want to lower or compile it themselves
+    mesh: Mesh | None
+
+    def __call__(self, state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
+        return self.jitted(state, place_batch(batch, self.mesh))
 
 
 def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
