@@ -120,7 +120,7 @@ class _Progress:
     @property
     def eta(self) -> float | None:
         """Seconds that are left, from the median of the last steps."""
-        recent = sorted(self.seconds[-9:])
+        recent = sorted(self.seconds[1:][-9:])  # the first step compiles
         return recent[len(recent) // 2] * (self.total_steps - self.version) if recent else None
 
 
@@ -372,7 +372,8 @@ def _figures(row: Mapping[str, Any], width: int) -> Table:
         number = _value(row, key)
         return "–" if number is None else style(number) if math.isfinite(number) else str(number)
 
-    def pair(low: str, high: str) -> str:
+    def pair(*ranges: tuple[str, str]) -> str:
+        low, high = next((pair for pair in ranges if pair[0] in row), ranges[0])
         return f"{value(low, _small)} … {value(high, _small)}"
 
     cells = [
@@ -386,7 +387,7 @@ def _figures(row: Mapping[str, Any], width: int) -> Table:
         ),
         ("clipped", value("policy/clip_fraction", _percent)),
         ("truncated", value("completion/truncated_fraction", _percent)),
-        ("ratio", pair("policy/ratio_min", "policy/ratio_max")),
+        ("ratio", pair(("policy/ratio_min", "policy/ratio_max"), ("policy/ratio_low", "policy/ratio_high"))),
         ("no signal", value("rollout/no_signal_groups", _whole) + " groups"),
         (
             "log-prob gap",

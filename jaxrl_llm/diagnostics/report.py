@@ -21,7 +21,7 @@ import yaml
 
 from jaxrl_llm.diagnostics.display import format_duration
 from jaxrl_llm.diagnostics.environment import describe_environment
-from jaxrl_llm.diagnostics.metrics import METRICS, read_jsonl, read_metrics
+from jaxrl_llm.diagnostics.metrics import describe_metric, read_jsonl, read_metrics
 from jaxrl_llm.diagnostics.redact import hide_environment_secrets, redact_text
 from jaxrl_llm.errors import InputError
 
@@ -206,8 +206,9 @@ def _training_charts(rows: Rows) -> list[_Chart]:
     if reward and accuracy and reward[0]["y"] == accuracy[0]["y"]:
         accuracy = []  # a right-or-wrong reward: one curve says it
     length_max = _line(rows, "completion/length_max", "longest", _GREY)
-    ratio = _band(rows, "policy/ratio_min", "policy/ratio_max", _BLUE, "smallest to largest")
-    ratio += _line(rows, _first_key(rows, "policy/ratio_mean", "policy/ratio") or "", "mean", _BLUE)
+    ratio = _band(rows, "policy/ratio_min", "policy/ratio_max", _GREY, "smallest to largest")
+    ratio += _band(rows, "policy/ratio_low", "policy/ratio_high", _BLUE, "range of a sequence")
+    ratio += _line(rows, "policy/ratio", "mean", _BLUE)
     gap = _line(rows, "policy/logprob_gap_max", "largest", _ORANGE)
     gap += _line(rows, "policy/logprob_gap_mean", "mean", _BLUE)
     split = [
@@ -246,7 +247,12 @@ def _training_charts(rows: Rows) -> list[_Chart]:
             "Distance from the sampling policy",
             "KL per token within the train step, in nats"
             + ("; and from the frozen reference." if _first_key(rows, "policy/kl_reference") else "."),
-            _line(rows, "policy/kl_behavior", "from the sampler", _BLUE)
+            _line(
+                rows,
+                _first_key(rows, "policy/kl_behavior_k3", "policy/kl_behavior") or "",
+                "from the sampler",
+                _BLUE,
+            )
             + _line(rows, "policy/kl_reference", "from the reference", _PURPLE),
             {"yaxis": {"exponentformat": "e"}},
         ),
@@ -293,7 +299,7 @@ def _training_charts(rows: Rows) -> list[_Chart]:
 
 _SHOWN = re.compile(
     r"version|reward/(mean|accuracy)|completion/(length_mean|length_max|truncated_fraction)|policy/(entropy|kl_behavior"
-    r"|kl_reference|clip_fraction|ratio|ratio_mean|ratio_min|ratio_max|logprob_gap_mean|logprob_gap_max)"
+    r"|kl_behavior_k3|kl_reference|clip_fraction|ratio|ratio_low|ratio_high|ratio_min|ratio_max|logprob_gap_mean|logprob_gap_max)"
     r"|optimizer/(grad_norm|learning_rate)|rollout/no_signal_groups|eval/.+/((greedy|sampled)_accuracy(_low|_high)?"
     r"|constant_baseline)|time/(rollout|score|update|eval|snapshot|tokens_per_second)"
 )
@@ -306,7 +312,7 @@ def _other_charts(rows: Rows) -> list[_Chart]:
 
 
 def _meaning(key: str) -> str:
-    text = METRICS.get(key) or METRICS.get(re.sub(r"^eval/.+/", "eval/TASK/", key), "")
+    text = describe_metric(key)
     return text[:1].upper() + text[1:] + ("." if text else "")
 
 

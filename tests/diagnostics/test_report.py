@@ -253,7 +253,9 @@ def test_x04_secrets_do_not_reach_the_report(tmp_path, monkeypatch):
 
 
 def test_every_known_metric_finds_a_place(tmp_path):
-    figures = {key.replace("TASK", "add"): 0.5 for key in METRICS if key != "version"}
+    figures = {
+        key.replace("TASK", "add").replace("KIND", "greedy"): 0.5 for key in METRICS if key != "version"
+    }
     page = read(write(tmp_path, [{"version": v, **figures} for v in (1, 2)]))
     assert "NaN" not in page.scripts[-1]
     assert len(page.figures) >= 14
