@@ -11,10 +11,12 @@ import json
 import os
 import pathlib
 import sys
+import traceback
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from jaxrl_llm.diagnostics.redact import redact_text
 from jaxrl_llm.errors import InputError
 
 __all__ = ["main"]
@@ -139,12 +141,19 @@ def main(argv: list[str] | None = None) -> None:
     command = tyro.cli(_Command, args=argv, prog="jaxrl", description=_DESCRIPTION)
     try:
         code = _run(command)
+        sys.stdout.flush()
     except InputError as error:
-        print(f"jaxrl: {error}", file=sys.stderr)
+        print(f"jaxrl: {redact_text(str(error))}", file=sys.stderr)
         code = 2
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read our output has left; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("jaxrl: interrupted.", file=sys.stderr)
+        code = 130
+    except Exception:  # a fault: shown whole, but not the secrets that its message may hold
+        print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
+        code = 1
     raise SystemExit(code)
 
 

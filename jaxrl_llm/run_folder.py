@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
-from jaxrl_llm.config import Config, as_data, flatten, load_config, to_yaml
+import yaml
+
+from jaxrl_llm.config import Config, as_data, flatten, load_config, parse_config
+from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 
-__all__ = ["prepare_folder", "resumed_config"]
+__all__ = ["abandon_folder", "prepare_folder", "resumed_config"]
+
+_NOTE = "# Secrets were replaced by ***: go on with this run by giving its original config file.\n"
 
 
 def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
-    """Makes the run folder and writes config.yaml into it.
+    """Makes the run folder and writes config.yaml into it, secrets replaced by "***".
 
     Raises:
       InputError: the folder holds a run and `resume` is False, or holds none and it is True, or cannot be written.
     """
-    exists = (folder / "config.yaml").is_file()
+    target = folder / "config.yaml"
+    try:
+        exists = target.is_file()
+        if not exists and not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     if exists and not resume:
         raise InputError(
             f"{folder} already holds a run. Go on with it by adding --resume, or choose another folder with --run."
@@ -26,28 +40,72 @@ def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> Non
         raise InputError(
             f"--resume: {folder} holds no run (no config.yaml). Leave out --resume to start one there."
         )
+    data = as_data(config)
+    shown = redact(data)
+    text = ("" if shown == data else _NOTE) + yaml.safe_dump(shown, sort_keys=False)
+    temporary = target.with_name("config.yaml.tmp")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(to_yaml(config))
+        temporary.write_text(text)
+        os.replace(temporary, target)  # a run that is killed here leaves the old file or the new one
     except OSError as error:
-        raise InputError(
-            f"run folder {folder} cannot be written: {error}. Choose another with --run."
-        ) from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: pathlib.Path, error: OSError) -> InputError:
+    return InputError(f"run folder {folder} cannot be written: {error}. Choose another with --run.")
+
+
+def abandon_folder(folder: pathlib.Path) -> None:
+    """Takes config.yaml out of the folder of a new run that did not start, so that the folder can be used again.
+
+    Nothing is done when the run has written figures.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not metrics.stat().st_size:
+        with contextlib.suppress(OSError):  # the error that stopped the run is reported, not this one
+            (folder / "config.yaml").unlink(missing_ok=True)
 
 
 def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The config that a resumed run goes on with: its own, with the overrides of this call.
 
+    Secrets, which its config.yaml does not hold, are taken from the given config.
+
     Returns:
       (config, notes): a note names each setting of the given file that differs and is not used.
+
+    Raises:
+      InputError: the run had secrets and the given config does not.
     """
-    if not (folder / "config.yaml").is_file():
+    path = folder / "config.yaml"
+    if not path.is_file():
         return given, []
-    own = load_config(folder / "config.yaml", overrides)
-    before, now = flatten(as_data(own)), flatten(as_data(given))
+    own, now = as_data(load_config(path, overrides)), as_data(given)
+    if path.read_text().startswith(_NOTE):
+        whole = _with_secrets(own, now)
+        if whole == own:
+            raise InputError(
+                f"{path} holds *** in place of secrets, and the config that was given does not have them: "
+                "give the file that the run was started with."
+            )
+        own = whole
+    before, after = flatten(redact(own)), flatten(redact(now))
     unused = [
-        f"{key}: the run has {before.get(key)!r}, the file says {now.get(key)!r}; the run's value is kept."
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
+        f"{key}: the run has {before.get(key)!r}, the file says {after.get(key)!r}; the run's value is kept."
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
     ]
-    return own, unused
+    return parse_config(own, str(path)), unused
+
+
+def _with_secrets(own: Any, given: Any) -> Any:
+    """`own` with every value that is the redacted form of the one in `given` replaced by that one."""
+    if isinstance(own, dict) and isinstance(given, dict):
+        # Whether a value is a secret depends on its key, so each is redacted together with it.
+        return {
+            key: given[key]
+            if key in given and value != given[key] and {key: value} == redact({key: given[key]})
+            else _with_secrets(value, given.get(key))
+            for key, value in own.items()
+        }
+    return own

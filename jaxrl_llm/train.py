@@ -18,6 +18,7 @@ The parameters that the sampler reads are the learner's own tree: nothing is cop
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import resource
 import sys
@@ -54,7 +55,7 @@ from jaxrl_llm.objectives import build_objective, uses_groups
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import pack
-from jaxrl_llm.run_folder import prepare_folder, resumed_config
+from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import needed_fields
@@ -266,7 +267,9 @@ class Run:
         self.snapshots.save(self.version, self.state, meta, metric=metric)
 
     def restore(self) -> None:
-        """Goes back to the newest usable snapshot."""
+        """Goes back to the newest usable snapshot, or stays at the beginning when the run has none yet."""
+        if self.snapshots.latest() is None:
+            return
         self.state, meta = self.snapshots.restore(like=self.state)
         self.source.restore(meta["cursor"])
         self.snapshots.discard_after(self.version)
@@ -295,6 +298,18 @@ def train(
     Raises:
       InputError: something is wrong with the input; nothing expensive was started.
     """
+    mine = not os.path.exists(folder / "config.yaml")
+    try:
+        return _train(config, folder, resume=resume, overrides=overrides, invocation=invocation)
+    except InputError:
+        if mine:
+            abandon_folder(folder)
+        raise
+
+
+def _train(
+    config: Config, folder: pathlib.Path, *, resume: bool, overrides: Sequence[str], invocation: str
+) -> int:
     notes: list[str] = []
     if resume:
         config, notes = resumed_config(folder, config, overrides)
@@ -308,7 +323,8 @@ def train(
                 run.restore()
             start = run.version
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
-            resumed = start if resume else None
+            # At step 0 the first evaluation is made again, so its row must go as well.
+            resumed = (start or -1) if resume else None
             trackers = make_trackers(config.trackers, folder, as_data(config))
             with (
                 MetricsWriter(folder, resumed, trackers=trackers) as metrics_out,
