@@ -200,7 +200,6 @@ def _training_charts(rows: Rows) -> list[_Chart]:
     """One idea a chart; a chart without data is left out."""
     percent = {"yaxis": {"tickformat": ".1%", "rangemode": "tozero"}}
     from_zero = {"yaxis": {"rangemode": "tozero"}}
-    logarithmic = {"yaxis": {"type": "log", "tickformat": ".0e", "nticks": 5}}
     reward = _line(rows, "reward/mean", "reward", _BLUE)
     accuracy = _line(rows, "reward/accuracy", "accuracy", _GREEN)
     if reward and accuracy and reward[0]["y"] == accuracy[0]["y"]:
@@ -262,12 +261,17 @@ def _training_charts(rows: Rows) -> list[_Chart]:
             _line(rows, "policy/clip_fraction", "clipped", _ORANGE),
             percent,
         ),
-        _Chart("Probability ratio", "Current over anchor policy, per trained token.", ratio),
+        _Chart(
+            "Probability ratio",
+            "Current over anchor policy, per trained token.",
+            ratio,
+            {"yaxis": _axis_of_ratio(ratio)},
+        ),
         _Chart(
             "Sampler against learner",
             "|Δ log-prob| of the same tokens under the same weights. Should be rounding error.",
             gap,
-            logarithmic if _positive(gap) else {},
+            {"yaxis": _axis_of_gap(gap)},
         ),
         _Chart(
             "Gradient norm",
@@ -289,7 +293,7 @@ def _training_charts(rows: Rows) -> list[_Chart]:
         ),
         _Chart(
             "Where the time goes",
-            "Seconds of a train step by phase.",
+            "Seconds of a train step by phase. The first step of a process compiles.",
             split,
             {"barmode": "stack", "bargap": 0.15, "yaxis": {"title": {"text": "seconds"}}},
             wide=True,
@@ -316,10 +320,24 @@ def _meaning(key: str) -> str:
     return text[:1].upper() + text[1:] + ("." if text else "")
 
 
-def _positive(traces: Sequence[Mapping[str, Any]]) -> bool:
-    return any(value for trace in traces for value in trace["y"] if value) and all(
-        value is None or value >= 0 for trace in traces for value in trace["y"]
-    )
+def _drawn_values(traces: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [value for trace in traces for value in trace["y"] if value is not None]
+
+
+def _axis_of_gap(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Logarithmic when the values span decades, else from zero."""
+    values = _drawn_values(traces)
+    low, high = min((v for v in values if v > 0), default=1.0), max(values, default=0.0)
+    if min(values, default=0.0) >= 0 and high > 100 * low:
+        return {"type": "log", "tickformat": ".0e", "dtick": 1}
+    return {"rangemode": "tozero", "exponentformat": "e"}
+
+
+def _axis_of_ratio(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rounding errors around 1 are not blown up."""
+    values = _drawn_values(traces)
+    near = values and max(abs(value - 1) for value in values) < 0.01
+    return {"range": [0.99, 1.01]} if near else {}
 
 
 # ----------------------------------------------------------------------------------------- page
