@@ -13,18 +13,16 @@ import math
 import os
 import pathlib
 import re
-import resource
-import sys
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 import jax
 import numpy as np
 
+from jaxrl_llm.diagnostics.catalog import METRICS, describe_metric
 from jaxrl_llm.diagnostics.redact import hide_environment_secrets
+from jaxrl_llm.diagnostics.resources import Timers, memory_metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Trajectory
 
@@ -40,95 +38,15 @@ __all__ = [
     "read_metrics",
 ]
 
-METRICS: dict[str, str] = {
-    "version": "train steps done after this update; snapshot `version` holds exactly these weights",
-    "reward/mean": "mean reward of the trajectories whose reward could be computed",
-    "reward/std": "standard deviation of those rewards over the batch",
-    "reward/accuracy": "fraction of sampled completions whose answer is right, during training",
-    "reward/no_signal": "fraction of trajectories whose reward could not be computed (not counted as 0)",
-    "reward/errors": "trajectories whose reward could not be computed",
-    "reward/part_NAME": "mean of the part NAME of the reward",
-    "completion/length_mean": "mean tokens of a completion, the stop token included",
-    "completion/length_max": "most tokens of a completion in the batch",
-    "completion/truncated_fraction": "fraction of completions cut by the length limit",
-    "completion/stop_NAME": "fraction of completions that ended for the reason NAME",
-    "policy/entropy": "mean entropy of the policy per trained token, in nats",
-    "policy/kl_behavior": "KL(behavior || current) per token, mean log-ratio (k1), in nats; may be slightly negative",
-    "policy/kl_behavior_k3": "KL(behavior || current) per token, k3 estimate (never negative), in nats",
-    "policy/kl_proximal": "KL(proximal || current) per token, mean log-ratio (k1), in nats",
-    "policy/kl_reference": "KL(current || reference) per token, as the penalty estimates it, in nats",
-    "policy/kl_in_reward": "KL per token that was taken off the reward, in nats",
-    "policy/clip_fraction": "fraction of trained tokens whose gradient the surrogate clipped away",
-    "policy/clip_fraction_low": "the same, at the lower bound (ratio too small, negative advantage)",
-    "policy/clip_fraction_high": "the same, at the upper bound (ratio too large, positive advantage)",
-    "policy/clip_fraction_dual": "fraction of trained tokens at the dual bound",
-    "policy/ratio": "mean ratio current / anchor over trained tokens",
-    "policy/ratio_min": "smallest ratio current / anchor over trained tokens",
-    "policy/ratio_max": "largest ratio current / anchor over trained tokens",
-    "policy/ratio_low": "smallest ratio current / anchor of a sequence, averaged over sequences",
-    "policy/ratio_high": "largest ratio current / anchor of a sequence, averaged over sequences",
-    "policy/log_ratio_abs": "mean |log ratio current / anchor| over trained tokens",
-    "policy/logprob_gap_mean": "mean |log-prob of the sampler - log-prob of the learner|, same weights, in nats",
-    "policy/logprob_gap_max": "largest |log-prob of the sampler - log-prob of the learner|, same weights, in nats",
-    "policy/loss": "value of the objective that was minimised",
-    "policy/loss_policy": "its policy term",
-    "policy/penalty_NAME": "its penalty NAME",
-    "policy/length": "mean trained tokens of a sequence",
-    "policy/reward": "mean reward of a trajectory as the objective sees it",
-    "policy/reward_missing": "fraction of trajectories that the objective sees without a reward",
-    "policy/truncated": "fraction of trajectories that the objective sees as truncated",
-    "policy/group_no_signal": "fraction of groups whose rewards are all equal or missing",
-    "policy/group_reward_std": "standard deviation of the rewards within a group, averaged over groups",
-    "policy/overlong_penalty": "mean penalty for length",
-    "policy/importance_weight": "mean importance weight after the cut",
-    "policy/importance_weight_square": "mean square of the importance weight after the cut",
-    "policy/importance_truncated": "fraction of trained tokens whose importance weight was cut",
-    "policy/importance_masked": "fraction of trained tokens that the importance mask removed",
-    "policy/age": "mean age of a trained token, in versions",
-    "policy/stale": "fraction of trained tokens that were dropped as too old",
-    "optimizer/grad_norm": "global norm of the gradient before clipping",
-    "optimizer/learning_rate": "learning rate of this update",
-    "optimizer/skipped": "updates of this train step that were skipped because a gradient was not finite",
-    "optimizer/trained_tokens": "tokens that this update trained on",
-    "rollout/tokens": "tokens sampled for this update",
-    "rollout/trajectories": "trajectories sampled for this update",
-    "rollout/groups": "groups sampled for this update",
-    "rollout/no_signal_groups": "groups whose rewards are all equal or missing, so that they teach nothing",
-    "rollout/prompts_skipped": "prompts left out so far because they are too long",
-    "eval/TASK/items": "held-out items of TASK in this evaluation",
-    "eval/TASK/prompts_skipped": "held-out items left out because their prompt is too long",
-    "eval/TASK/constant_baseline": "accuracy of always giving the most frequent answer of TASK",
-    "eval/TASK/format_rate": "fraction of greedy completions from which an answer can be read at all",
-    "eval/TASK/KIND_accuracy": "accuracy on held-out items of TASK; KIND is greedy, or sampled as in training",
-    "eval/TASK/KIND_accuracy_low": "lower end of its 95% confidence interval",
-    "eval/TASK/KIND_accuracy_high": "upper end of its 95% confidence interval",
-    "eval/TASK/KIND_accuracy_given_format": "accuracy among the completions from which an answer can be read",
-    "eval/TASK/KIND_lenient_accuracy": "fraction of completions with the right answer anywhere in the text",
-    "eval/TASK/KIND_format_rate": "fraction of completions from which an answer can be read",
-    "eval/TASK/KIND_length_mean": "mean tokens of a completion",
-    "eval/TASK/KIND_truncated_fraction": "fraction of completions cut by the length limit",
-    "eval/TASK/KIND_reward_errors": "completions that could not be scored",
-    "time/rollout": "seconds spent sampling completions",
-    "time/score": "seconds spent on rewards and on log-probs of fixed policies",
-    "time/update": "seconds spent on the optimiser updates",
-    "time/eval": "seconds spent on evaluation",
-    "time/snapshot": "seconds that the loop waited for a snapshot since the row before",
-    "time/total": "seconds of the whole train step",
-    "time/tokens_per_second": "sampled tokens per second of sampling",
-    "memory/peak_bytes": "peak memory of the device (of the process, where the device does not tell)",
-    "memory/host_peak_bytes": "peak resident memory of the process",
-}
-"""Definition of every metric that the loop writes.
-
-TASK stands for the name of a task, KIND for greedy or sampled, NAME for a part, a penalty or a reason.
-"""
-
-_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]*(/[A-Za-z0-9_.:\-]+)*")
+_KEY = re.compile(r"[^/\x00-\x1f\x7f]+(/[^/\x00-\x1f\x7f]+)*")
 _CLOCK_WORDS = re.compile(
     r"(?:^|[/_])(?:seconds?|secs?|ms|millis|milliseconds|minutes|hours|duration|elapsed|latency|wall|wallclock"
     r"|walltime|clock|timestamp|eta|per_second|per_sec|tok_s|rss|hbm|bytes|mb|gb|mib|gib|flops|mfu|throughput)(?:$|[/_])"
 )
 _CLOCK_PREFIXES = ("time/", "memory/")
+_USER_NAMED = re.compile(
+    r"reward/part_.*|policy/penalty_.*|eval/.*/"
+)  # names from tasks and rewards say nothing
 # str.splitlines breaks lines at these; inside JSON strings they can be written as escapes.
 _LINE_BREAKS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -297,78 +215,6 @@ class SamplesWriter:
         self.close()
 
 
-class Timers:
-    """Adds up seconds by phase, under keys that start with time/.
-
-    >>> timers = Timers()
-    >>> with timers("rollout"):
-    ...     pass
-    >>> sorted(timers.metrics())
-    ['time/rollout', 'time/total']
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Adds the seconds of the block to `time/<phase>`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def seconds(self, phase: str) -> float:
-        """Seconds of a phase since the last `metrics()`, 0 if it did not run."""
-        return self._seconds.get(phase, 0.0)
-
-    def metrics(self, tokens: int | None = None) -> dict[str, float]:
-        """The figures since the last call, and starts anew.
-
-        Args:
-          tokens: tokens sampled meanwhile; gives time/tokens_per_second of the phase "rollout" if there is one,
-            else of everything.
-        """
-        now = time.perf_counter()
-        total = now - self._start
-        figures = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        figures["time/total"] = total
-        if tokens is not None:
-            figures["time/tokens_per_second"] = tokens / max(self._seconds.get("rollout", total), 1e-9)
-        self._seconds, self._start = {}, now
-        return figures
-
-
-def describe_metric(key: str) -> str:
-    """The definition of a key of metrics.jsonl, "" if it has none.
-
-    >>> describe_metric("eval/addition/greedy_accuracy_low")
-    'lower end of its 95% confidence interval'
-    """
-    if key in METRICS:
-        return METRICS[key]
-    return next((text for pattern, text in _PATTERNS if pattern.fullmatch(key)), "")
-
-
-def _pattern(key: str) -> re.Pattern[str]:
-    for name, expression in (("TASK", ".+"), ("KIND", "(?:greedy|sampled)"), ("NAME", "[^/]+")):
-        key = key.replace(name, expression)
-    return re.compile(key)
-
-
-_PATTERNS = [(_pattern(key), text) for key, text in METRICS.items() if re.search("TASK|KIND|NAME", key)]
-
-
-def memory_metrics() -> dict[str, int]:
-    """memory/peak_bytes (device, or the process on CPU) and memory/host_peak_bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    device_peak = max((int(stat.get("peak_bytes_in_use", 0)) for stat in stats), default=0)
-    return {"memory/peak_bytes": device_peak or peak, "memory/host_peak_bytes": peak}
-
-
 def read_metrics(run_dir: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl of a run, "NaN", "Infinity" and "-Infinity" turned back into floats."""
     return [
@@ -445,10 +291,9 @@ def _truncate(path: pathlib.Path, version: int) -> None:
 def _check_key(key: str) -> None:
     if not _KEY.fullmatch(key):
         raise ValueError(
-            f"Metric key {key!r} is malformed. Use words of letters, digits, _ . : - joined by '/', such as "
-            "reward/mean."
+            f"Metric key {key!r} is malformed. Use printable names joined by single '/', such as reward/mean."
         )
-    if not key.startswith(_CLOCK_PREFIXES) and _CLOCK_WORDS.search(key.lower()):
+    if not key.startswith(_CLOCK_PREFIXES) and _CLOCK_WORDS.search(_USER_NAMED.sub("", key.lower())):
         raise ValueError(
             f"Metric key {key!r} looks like a time or a memory size, and such figures differ between equal runs. "
             "Start it with 'time/' or 'memory/'."

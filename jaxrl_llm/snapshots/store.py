@@ -21,14 +21,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import logging
 import pathlib
 import shutil
-import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +35,17 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
+from jaxrl_llm.snapshots.leaves import (
+    as_key,
+    castable,
+    finish,
+    nest,
+    restore_target,
+    storable,
+    stored_bytes,
+    stored_dtype,
+)
+from jaxrl_llm.snapshots.quiet import reported
 
 __all__ = ["SnapshotError", "SnapshotStore", "fingerprint", "locate"]
 
@@ -159,7 +167,7 @@ class SnapshotStore:
         for name, leaf in leaves.items():
             if is_key(leaf):
                 manifest["leaves"][name]["key"] = str(jax.random.key_impl(leaf))
-        stored = {name: _storable(leaf) for name, leaf in leaves.items() if np.size(leaf)}
+        stored = {name: storable(leaf) for name, leaf in leaves.items() if np.size(leaf)}
         params = {name: leaf for name, leaf in stored.items() if name.startswith(_PARAMS)}
         rest = {name: leaf for name, leaf in stored.items() if name not in params}
         items: dict[str, Any] = {
@@ -170,7 +178,7 @@ class SnapshotStore:
             if arrays:
                 items[item] = ocp.args.PyTreeSave(arrays)
         self._saving = version
-        with _reported(), jax.transfer_guard("allow"):
+        with reported(), jax.transfer_guard("allow"):
             try:
                 self._manager.save(version, args=ocp.args.Composite(**items), force=True)
             # Orbax and TensorStore raise many types here (OSError, ValueError, RuntimeError, bare
@@ -188,7 +196,7 @@ class SnapshotStore:
         if self._saving is None:
             return
         version = self._saving
-        with _reported():
+        with reported():
             try:
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
@@ -284,8 +292,8 @@ class SnapshotStore:
                 )
             part = {**manifest, "leaves": saved}
             if like is None:
-                wanted = {k: jax.ShapeDtypeStruct(v["shape"], _dtype(v)) for k, v in saved.items()}
-                return _nest(self._read_leaves(found, part, wanted)), meta
+                wanted = {k: jax.ShapeDtypeStruct(v["shape"], stored_dtype(v)) for k, v in saved.items()}
+                return nest(self._read_leaves(found, part, wanted), _PARAMS), meta
             wanted = {_PARAMS + name: leaf for name, leaf in named_leaves(like).items()}
             self._check_fit(found, part, wanted)
             leaves = self._read_leaves(found, part, wanted)
@@ -312,7 +320,7 @@ class SnapshotStore:
             self._name_unfinished(max(found, default=-1))
         reasons = []
         for candidate in [version] if version is not None else reversed(found):
-            with _reported():
+            with reported():
                 try:
                     result = read(candidate)
                 except _DamagedError as error:
@@ -390,7 +398,7 @@ class SnapshotStore:
                 problems.append(
                     f"{name}: shape {record['shape']} in the snapshot, {list(np.shape(leaf))} here"
                 )
-            elif not _castable(record, leaf):
+            elif not castable(record, leaf):
                 problems.append(f"{name}: dtype {record['dtype']} in the snapshot, {dtype_of(leaf)} here")
         if problems:
             more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -406,7 +414,7 @@ class SnapshotStore:
     ) -> dict[str, Any]:
         """Leaves of `wanted` by path, verified, cast and put where `wanted` says."""
         records = {name: manifest["leaves"][name] for name in wanted}
-        targets = {name: _target(records[name], leaf) for name, leaf in wanted.items()}
+        targets = {name: restore_target(records[name], leaf) for name, leaf in wanted.items()}
         full = {name: target for name, target in targets.items() if np.prod(target.shape, dtype=np.int64)}
         split: dict[str, dict[str, Any]] = {
             "params": {name: target for name, target in full.items() if name.startswith(_PARAMS)},
@@ -434,17 +442,17 @@ class SnapshotStore:
         for name, target in targets.items():
             if name not in full:
                 found[name] = np.zeros(target.shape, target.dtype)
-        keyed = {name: _as_key(records[name], found[name]) for name in wanted}
+        keyed = {name: as_key(records[name], found[name]) for name in wanted}
         actual = leaf_records(keyed)
         wrong = [name for name in wanted if actual[name]["digest"] != records[name]["digest"]]
         if wrong:
             raise _DamagedError(
                 f"the digest of {len(wrong)} of {len(wanted)} leaves is not the saved one: {', '.join(wrong[:3])}"
             )
-        return {name: _finish(keyed[name], leaf) for name, leaf in wanted.items()}
+        return {name: finish(keyed[name], leaf) for name, leaf in wanted.items()}
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
-        need = sum(_bytes(leaf) for leaf in leaves.values()) // jax.process_count()
+        need = sum(stored_bytes(leaf) for leaf in leaves.values()) // jax.process_count()
         free = shutil.disk_usage(self.directory).free
         if need > free:
             raise SnapshotError(
@@ -545,119 +553,6 @@ def _digest_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _storable(leaf: Any) -> Any:
-    if is_key(leaf):
-        return jax.random.key_data(leaf)
-    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-
-
-def _bytes(leaf: Any) -> int:
-    leaf = _storable(leaf)
-    return int(leaf.size) * leaf.dtype.itemsize
-
-
-def _dtype(record: Mapping[str, Any]) -> Any:
-    """Stored dtype of a record; typed keys are stored as their key data."""
-    return np.dtype(np.uint32) if "key" in record else jax.numpy.dtype(record["dtype"])
-
-
-def _castable(record: Mapping[str, Any], leaf: Any) -> bool:
-    if "key" in record or is_key(leaf):
-        return "key" in record and is_key(leaf) and str(dtype_of(leaf)) == record["dtype"]
-    saved, here = _dtype(record), np.dtype(dtype_of(leaf))
-    if saved == here:
-        return True
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return np.can_cast(saved, here, "same_kind")  # Python and NumPy numbers have no fixed width
-    return all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in (saved, here))
-
-
-def _target(record: Mapping[str, Any], leaf: Any) -> Any:
-    """What Orbax is asked for: the stored shape and dtype, where `leaf` lives."""
-    shape = tuple(record["shape"])
-    if "key" in record:
-        shape += jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=record["key"]))).shape
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.ShapeDtypeStruct(shape, _dtype(record), sharding=sharding)
-    return np.empty(shape, _dtype(record))
-
-
-def _as_key(record: Mapping[str, Any], value: Any) -> Any:
-    return jax.random.wrap_key_data(value, impl=record["key"]) if "key" in record else value
-
-
-def _finish(value: Any, leaf: Any) -> Any:
-    """A verified leaf with the dtype and the host type of `leaf`."""
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        if is_key(leaf):
-            return value
-        if not isinstance(value, jax.Array):
-            return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
-        return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
-    if isinstance(leaf, np.ndarray):
-        return np.asarray(value, leaf.dtype)
-    return type(leaf)(np.asarray(value)[()])
-
-
-def _nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *parents, last = (
-            part.replace("%2F", "/").replace("%25", "%") for part in name.removeprefix(_PARAMS).split("/")
-        )
-        node = tree
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return tree
-
-
 def _short(error: BaseException) -> str:
     text = " ".join(str(error).split("See full TensorStore details")[0].split()) or "no message"
     return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
-
-
-class _OrbaxLogs(logging.Filter):
-    """Drops what Orbax logs below `limit`: its notices always, its errors where we report them."""
-
-    limit = logging.ERROR
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= self.limit or "orbax" not in record.pathname
-
-
-_LOGS = _OrbaxLogs()
-logging.getLogger("absl").addFilter(_LOGS)  # for good: background threads log whenever they like
-
-
-def _origin(event: Any) -> str:
-    """File of the code that an unraisable exception comes from."""
-    code = getattr(event.object, "cr_code", None)  # a coroutine
-    trace = event.exc_traceback
-    while trace is not None:
-        code, trace = trace.tb_frame.f_code, trace.tb_next
-    return code.co_filename if code is not None else ""
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Silences what Orbax prints about its own errors while the caller turns its exceptions into ours.
-
-    After a failed read TensorStore calls back into an event loop that Orbax has closed, and abandoned
-    coroutines are freed; Python reports both through `sys.unraisablehook`.
-    """
-    hook = sys.unraisablehook
-
-    def late_echo(event: Any) -> None:
-        closed_loop = isinstance(event.exc_value, RuntimeError) and "Event loop is closed" in str(
-            event.exc_value
-        )
-        if not closed_loop and "orbax" not in _origin(event):
-            hook(event)
-
-    _LOGS.limit, sys.unraisablehook = logging.CRITICAL + 1, late_echo
-    try:
-        yield
-    finally:
-        _LOGS.limit, sys.unraisablehook = logging.ERROR, hook

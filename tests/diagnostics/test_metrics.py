@@ -87,12 +87,27 @@ def test_figures_of_clock_and_memory_must_say_so(tmp_path, key):
         out.write({"version": 1, f"time/{key}": 1.0})
 
 
+def test_names_of_tasks_and_rewards_are_free(tmp_path):
+    keys = [
+        "eval/clock seconds/greedy_accuracy",
+        "reward/part_latency_ms",
+        "policy/penalty_bytes",
+        "eval/é (x=1)/items",
+    ]
+    with MetricsWriter(tmp_path) as out:
+        out.write({"version": 1, **dict.fromkeys(keys, 1.0)})
+        with pytest.raises(ValueError, match="Start it with"):
+            out.write({"version": 1, "eval/add/seconds": 1.0})
+
+
 def test_malformed_rows_are_refused(tmp_path):
     with MetricsWriter(tmp_path) as out:
         with pytest.raises(ValueError, match="needs its 'version'"):
             out.write({"reward/mean": 1.0})
         with pytest.raises(ValueError, match="malformed"):
-            out.write({"version": 1, "a b": 1.0})
+            out.write({"version": 1, "a//b": 1.0})
+        with pytest.raises(ValueError, match="malformed"):
+            out.write({"version": 1, "a\nb": 1.0})
         with pytest.raises(ValueError, match=r"one number, got an array of shape \(2,\)"):
             out.write({"version": 1, "a": np.ones(2)})
         with pytest.raises(ValueError, match="must be a number, got object"):
