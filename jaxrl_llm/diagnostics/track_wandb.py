@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -33,11 +34,13 @@ class WandbTracker:
                 "The tracker 'wandb' needs its package: pip install 'jaxrl-llm[wandb]', or leave it out of `trackers`."
             ) from error
         folder = pathlib.Path(run_dir)
-        # The id makes a resumed run go on in the same chart.
+        # An id made of the folder: a resumed run goes on in its own chart, and no other run joins it.
+        slug = "".join(c if c.isalnum() else "-" for c in folder.name)[:80]
+        digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:8]
         self._run = wandb.init(
             project=project,
             name=folder.name,
-            id="".join(c if c.isalnum() else "-" for c in folder.name)[:120],
+            id=f"{slug}-{digest}",
             resume="allow",
             dir=str(folder),
             config=redact(dict(config or {})),

@@ -327,7 +327,8 @@ def test_wandb_gets_a_redacted_config_and_the_version_as_step(tmp_path, monkeypa
     tracker.log(3, {"a": 1.0})
     tracker.close()
     assert seen["config"] == {"logger": {"api_key": "***"}, "url": "http://***@h"}
-    assert (seen["id"], seen["row"], seen["finished"]) == ("my-run", (3, {"a": 1.0}), True)
+    assert seen["id"].startswith("my-run-") and len(seen["id"]) == len("my-run-") + 8
+    assert (seen["row"], seen["finished"]) == ((3, {"a": 1.0}), True)
 
 
 def test_metrics_do_not_break_a_transfer_guard(tmp_path):
