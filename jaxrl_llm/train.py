@@ -20,8 +20,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +40,8 @@ from jaxrl_llm.assembly import (
 from jaxrl_llm.config import Config, as_data
 from jaxrl_llm.data.source import PromptSource
 from jaxrl_llm.diagnostics.display import make_display
-from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter
+from jaxrl_llm.diagnostics.environment import write_run_info
+from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter, memory_metrics
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
@@ -98,12 +97,6 @@ def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
             value = sum(total for total, _ in parts) / count if count else 0.0
         out[_LEARNER_KEYS.get(name, f"policy/{name}")] = value
     return out
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident size of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 # ------------------------------------------------------------------------------------- the run
@@ -318,6 +311,7 @@ def _train(
             display.note(note)
         display.phase("loading", 0, 0)
         run = Run(config, folder, resume=resume)
+        write_run_info(folder)
         with run.snapshots, StopRequest() as stop:
             if resume:
                 run.restore()
@@ -389,8 +383,7 @@ def loop(
             row["time/snapshot"], waited = waited, 0.0
             row["time/total"] = time.perf_counter() - begin
             row["time/tokens_per_second"] = row["rollout/tokens"] / row["time/rollout"]
-            row["memory/peak_bytes"] = peak_memory_bytes()
-            row = {"version": run.version, **row}
+            row = {"version": run.version, **row, **memory_metrics()}
             samples_out.write(run.version, trajectories, run.tokenizer)
             metrics_out.write(row)
             display.step(row)
