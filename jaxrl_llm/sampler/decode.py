@@ -94,7 +94,7 @@ class ResultTokens:
     logprobs: Any  # f32[steps, slots]
     raw_logprobs: Any  # f32[steps, slots] or None
     valid: Any  # bool[steps, slots]
-    steps: Any  # i32[], decode steps that ran; fewer when every row ended
+    steps: Any  # i32[], decode steps that ran
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -235,7 +235,7 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "truncate", "raw"), donate_argnames="cache")
-def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, *, steps, truncate, raw):
+def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *, steps, truncate, raw):
     slots = rows["token"].shape[0]
     table, limit, floor = rows["table"], rows["limit"], rows["floor"]
     S = cache.page_size
@@ -285,7 +285,7 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, *, steps
         out["raw_logprobs"] = jnp.zeros((steps, slots), jnp.float32)
     start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
     ran, cache, token, position, active, out = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[4]), step, start
+        lambda carry: (carry[0] < steps) & (jnp.sum(carry[4]) >= least), step, start
     )
     return cache, (token, position, active), (out, ran)
 
@@ -299,6 +299,7 @@ def generate(
     halt: np.ndarray,
     suppressed: np.ndarray | None = None,
     steps: int = 8,
+    least: int = 1,
     truncate: bool = False,
     raw: bool = False,
 ) -> tuple[DecodeState, ResultTokens]:
@@ -309,6 +310,9 @@ def generate(
       halt: bool[V], tokens that end a row on the device, at or above its floor: stop ids, and tokens that
         are known to complete a stop string.
       suppressed: bool[V], never sampled; None promises that nothing is ever suppressed.
+      steps: most decode steps.
+      least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
+        of live rows = when the first one has ended (so that another can take its slot).
       truncate, raw: see `sampling.draw`.
     """
     rows = {
@@ -319,7 +323,7 @@ def generate(
         weights,
         config,
         state.cache,
-        *jax.device_put((rows, stop_ids, halt, suppressed)),
+        *jax.device_put((rows, stop_ids, halt, suppressed, np.int32(max(1, least)))),
         steps=steps,
         truncate=truncate,
         raw=raw,

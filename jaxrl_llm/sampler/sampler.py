@@ -24,7 +24,7 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Samples completions of prompts; holds no weights and keeps nothing between calls but `stats`.
+    """Samples completions of prompts; holds no weights and keeps no tokens or pages between calls.
 
     What is sampled depends on (seed, prompt uid, sample index, position) and on the weights. Slots,
     neighbours, the order of the queue, the size of the cache and preemption change nothing, bit for bit,
@@ -37,12 +37,12 @@ class Sampler:
         *,
         slots: int = 64,
         pages: int | None = None,
-        page_size: int = 16,
+        page_size: int = 32,
         max_context: int | None = None,
         tokenizer: Any = None,
         steps_per_dispatch: int = 8,
         prefill_rows: int = 8,
-        prefill_chunk: int = 64,
+        prefill_chunk: int = 32,
         preemption: str = "move",
         mesh: jax.sharding.Mesh | None = None,
     ):
@@ -56,7 +56,8 @@ class Sampler:
           max_context: tokens of prompt and completion; None: `config.max_positions`.
           tokenizer: needed for stop strings and `Completion.text`; ids beyond its vocabulary (padding of
             the embedding) are then never sampled.
-          steps_per_dispatch: decode steps between two looks of the scheduler.
+          steps_per_dispatch: most decode steps between two looks of the scheduler; while rows wait, it looks
+            as soon as a row has ended.
           prefill_rows, prefill_chunk: shape of the prefill program, rows and tokens.
           preemption: "move" = pages of a preempted row go to host memory and come back, exact;
             "recompute" = they are computed again by prefill, which costs no host memory and may differ
@@ -91,6 +92,7 @@ class Sampler:
         self._prefill_shape = (prefill_rows, pages_for(prefill_chunk, page_size) * page_size)
         self._preemption = preemption
         self._mesh = mesh
+        self._largest = (0, 0)  # table width and pages of any call so far
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
 
     def generate(
@@ -229,12 +231,18 @@ class _Run:
             for j in range(sampling.n)
         ]
 
-        self._width = pages_for(_bucket(max(row.limit for row in self._rows)), S)
-        pages = sampler._pages or self._enough_pages()
+        # Never smaller than in an earlier call, so that calls share the compiled programs.
+        self._width = max(pages_for(_bucket(max(row.limit for row in self._rows)), S), sampler._largest[0])
+        pages = sampler._pages or max(self._enough_pages(), sampler._largest[1])
+        sampler._largest = (self._width, pages)
         self._stats.pages = pages
         self._allocator = PageAllocator(pages)
         self._scheduler = Scheduler(
-            slots=sampler._slots, allocator=self._allocator, page_size=S, steps=sampler._steps
+            slots=sampler._slots,
+            allocator=self._allocator,
+            page_size=S,
+            steps=sampler._steps,
+            prefill_rows=sampler._prefill_shape[0],
         )
         self._refuse_too_large()
         for row in self._rows:
@@ -251,10 +259,11 @@ class _Run:
         S, sampler = self._page_size, self._sampler
         live = min(sampler._slots, len(self._rows))
         own = max(pages_for(row.limit, S) - (len(row.prompt_tokens) - 1) // S for row in self._rows)
-        prompts = min(len(self._prompts), -(-live // self._sampling.n) + 1)
+        ahead = sampler._prefill_shape[0]
+        prompts = min(len(self._prompts), -(-live // self._sampling.n) + 1 + ahead)
         prefix = max(pages_for(len(row.prefix.tokens), S) for row in self._rows)
         step = max(16, sampler._slots)
-        return -(-(1 + live * own + prompts * prefix) // step) * step
+        return -(-(1 + live * (own + 1) + prompts * prefix) // step) * step
 
     def _refuse_too_large(self) -> None:
         needs = {
@@ -400,6 +409,7 @@ class _Run:
             halt=self._halt,
             suppressed=self._suppressed,
             steps=self._sampler._steps,
+            least=len(self._scheduler.running) if self._scheduler.queued else 1,
             truncate=sampling.truncated_support,
             raw=sampling.raw_logprobs,
         )

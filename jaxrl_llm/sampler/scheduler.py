@@ -35,6 +35,7 @@ class Prefix:
     pages: list[int] | None = None  # None: not in the cache
     unfinished: int = 0  # rows that still need it
     running: int = 0
+    served: bool = False  # a row has used it
 
     def shared(self, page_size: int) -> int:
         """Full pages, which rows use without copying."""
@@ -91,8 +92,16 @@ class Plan:
 class Scheduler:
     """Decides before every dispatch. See the module docstring for the rules."""
 
-    def __init__(self, *, slots: int, allocator: PageAllocator, page_size: int, steps: int):
+    def __init__(
+        self, *, slots: int, allocator: PageAllocator, page_size: int, steps: int, prefill_rows: int = 1
+    ):
+        """
+        Args:
+          steps: most tokens that a dispatch adds to a row.
+          prefill_rows: prompts that one prefill call computes at the price of one.
+        """
         self.allocator = allocator
+        self._prefill_rows = prefill_rows
         self._page_size = page_size
         self._steps = steps
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -101,6 +110,11 @@ class Scheduler:
         self._resident: list[Prefix] = []  # oldest first
         self._admissions = 0
         self.running: list[Row] = []  # by admission number
+
+    @property
+    def queued(self) -> int:
+        """Rows that wait for a slot or for pages."""
+        return len(self._waiting) + len(self._preempted)
 
     @property
     def busy(self) -> bool:
@@ -131,6 +145,7 @@ class Scheduler:
                 self._preempted.pop(0)
             else:
                 self._waiting.popleft()
+        self._look_ahead(plan)
         self.running.sort(key=lambda row: row.order)
         if not self.running and self.busy:
             raise RuntimeError(
@@ -179,8 +194,8 @@ class Scheduler:
             self._resident.append(prefix)
             if new:
                 plan.prefilled.append(prefix)
-        elif prefix.pages and row.order < 0:
-            plan.hits += 1
+        plan.hits += bool(prefix.pages) and prefix.served and row.order < 0
+        prefix.served = True
         shared = prefix.shared(S)
         self.allocator.retain(prefix.pages[:shared])
         row.own = self.allocator.allocate(own)
@@ -194,6 +209,19 @@ class Scheduler:
         self.running.append(row)
         plan.admitted.append(row)
         return True
+
+    def _look_ahead(self, plan: Plan) -> None:
+        """Fills up the last prefill call with the prompts that come next, while pages are plentiful."""
+        places = -len(plan.prefilled) % self._prefill_rows
+        for row in self._waiting:
+            new = pages_for(len(row.prefix.tokens), self._page_size)
+            if not places or self.allocator.free - new < len(self.running):
+                break
+            if row.prefix.pages is None and new:
+                row.prefix.pages = self.allocator.allocate(new)
+                self._resident.append(row.prefix)
+                plan.prefilled.append(row.prefix)
+                places -= 1
 
     def _make_room(self, pages: int) -> bool:
         """Drops idle prefixes, the oldest first, until `pages` pages are free; False if that is not enough."""
