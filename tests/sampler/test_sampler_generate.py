@@ -59,13 +59,19 @@ def same(a, b):
     )
 
 
+@functools.cache
+def shared():
+    """Most tests use this one, so that they share its compiled programs; it keeps nothing of a call."""
+    return Sampler(TINY, slots=4, page_size=8, pages=64)
+
+
 MIXED = SamplingParams(max_tokens=30, n=3, seed=11)
 
 
 @pytest.fixture(scope="module")
 def mixed():
     """What the other tests compare with: ample pages, eight steps a dispatch."""
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     return sampler.generate(model(), prompts(), MIXED, version=5)
 
 
@@ -82,7 +88,7 @@ def test_logprobs_equal_the_dense_forward_pass(mixed):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_s01_training_and_sampling_use_the_same_temperature(temperature):
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     for c in sampler.generate(
         model(), prompts((3, 20)), SamplingParams(max_tokens=8, n=2, temperature=temperature)
     ):
@@ -90,7 +96,7 @@ def test_s01_training_and_sampling_use_the_same_temperature(temperature):
 
 
 def test_greedy_takes_the_best_token_and_returns_raw_logprobs():
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     for c in sampler.generate(
         model(), prompts((3, 20)), SamplingParams(max_tokens=8, temperature=0.0, stop_ids=())
     ):
@@ -103,23 +109,22 @@ def test_greedy_takes_the_best_token_and_returns_raw_logprobs():
 
 
 def test_queue_order_and_neighbours_change_nothing(mixed):
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     shuffled = [prompts()[i] for i in (4, 0, 6, 2, 5, 1, 3)]
     assert same(mixed, sampler.generate(model(), shuffled, MIXED))
     alone = [c for p in prompts() for c in sampler.generate(model(), [p], MIXED)]
     assert same(mixed, alone)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_preempted_and_resumed_rows_lose_no_token_and_no_logprob(mixed, steps):
-    sampler = Sampler(TINY, slots=4, page_size=8, pages=18, steps_per_dispatch=steps)
+def test_preempted_and_resumed_rows_lose_no_token_and_no_logprob(mixed):
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=18, steps_per_dispatch=5)
     assert same(mixed, sampler.generate(model(), prompts(), MIXED))
     assert sampler.stats.preemptions > 0 and sampler.stats.resumptions == sampler.stats.preemptions
     assert sampler.stats.peak_pages <= 17
 
 
 def test_recomputed_pages_give_the_same_logprobs_to_rounding():
-    sampler = Sampler(TINY, slots=4, page_size=8, pages=18, preemption="recompute")
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=18, steps_per_dispatch=5, preemption="recompute")
     for c in sampler.generate(model(), prompts(), MIXED):
         np.testing.assert_allclose(c.logprobs, dense_logprobs(c), atol=1e-4)
     assert sampler.stats.resumptions > 0
@@ -142,7 +147,7 @@ def test_a_prompt_is_prefilled_once_for_its_group(mixed):
 
 
 def test_equal_token_lists_are_different_visits():
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     a, b = sampler.generate(model(), [[5, 6, 7], [5, 6, 7]], SamplingParams(max_tokens=20))
     assert a.prompt.uid != b.prompt.uid and not np.array_equal(a.tokens, b.tokens)
 
@@ -156,7 +161,7 @@ def test_bf16_logprobs_follow_the_dense_bf16_forward_pass():
 
 
 def test_raw_logprobs_and_truncated_support():
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     params = SamplingParams(max_tokens=12, n=2, temperature=0.8, top_p=0.7, top_k=20, raw_logprobs=True)
     for c in sampler.generate(model(), prompts((4, 18)), params):
         np.testing.assert_allclose(c.raw_logprobs, dense_logprobs(c), atol=1e-4)
@@ -238,21 +243,19 @@ class Hex:
 
 @functools.cache
 def unstopped():
-    sampler = Sampler(TINY, slots=4, page_size=8, tokenizer=Hex())
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=64, tokenizer=Hex())
     return sampler.generate(model(), prompts((4, 9)), SamplingParams(max_tokens=24, n=2, stop_ids=()))
 
 
 def test_padding_of_the_vocabulary_is_never_sampled():
     assert max(c.tokens.max() for c in unstopped()) < 120
-    free = Sampler(TINY, slots=4, page_size=8).generate(
-        model(), prompts((4, 9)), SamplingParams(max_tokens=24, n=8, stop_ids=())
-    )
+    free = shared().generate(model(), prompts((4, 9)), SamplingParams(max_tokens=24, n=8, stop_ids=()))
     assert max(c.tokens.max() for c in free) >= 120
 
 
 @pytest.mark.parametrize("start, stop", [(8, 12), (9, 11), (7, 12), (13, 14)])
 def test_stop_strings_end_a_row_across_token_boundaries(start, stop):
-    sampler = Sampler(TINY, slots=4, page_size=8, tokenizer=Hex())
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=64, tokenizer=Hex())
     for i, whole in enumerate(unstopped()):
         needle = whole.text[start:stop]
         outs = sampler.generate(
@@ -310,7 +313,7 @@ def test_s05_min_tokens_suppresses_every_stop_id_and_is_not_off_by_one(stop_ids)
 
 def test_stop_strings_do_not_count_before_min_tokens():
     whole = unstopped()[0]
-    sampler = Sampler(TINY, slots=4, page_size=8, tokenizer=Hex())
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=64, tokenizer=Hex())
     sampling = SamplingParams(max_tokens=24, n=2, stop=tuple("0123456789abcdef"), stop_ids=(), min_tokens=6)
     cut = sampler.generate(model(), prompts((4, 9)), sampling)[0]
     assert cut.stop is StopReason.STOP_STRING and np.array_equal(cut.tokens, whole.tokens[:7])
@@ -321,20 +324,20 @@ def test_stop_strings_do_not_count_before_min_tokens():
 
 
 def test_s07_new_weights_leave_nothing_stale():
-    sampler = Sampler(TINY, slots=4, page_size=8)
-    shared = np.arange(3, 27, dtype=np.int32)  # three full pages
-    visits = [Prompt(uid=f"{i}", tokens=np.append(shared, 30 + i).astype(np.int32)) for i in range(3)]
+    sampler = shared()
+    system = np.arange(3, 27, dtype=np.int32)  # three full pages
+    visits = [Prompt(uid=f"{i}", tokens=np.append(system, 30 + i).astype(np.int32)) for i in range(3)]
     sampling = SamplingParams(max_tokens=16, n=4)
     for seed in (0, 1, 0, 2):
         warm = sampler.generate(model(seed), visits, sampling)
         assert sampler.stats.prefilled_tokens == 24  # computed anew with these weights, once
-        fresh = Sampler(TINY, slots=4, page_size=8).generate(model(seed), visits, sampling)
+        fresh = Sampler(TINY, slots=4, page_size=8, pages=64).generate(model(seed), visits, sampling)
         assert same(warm, fresh)
     assert not same(warm, sampler.generate(model(1), visits, sampling))
 
 
 def test_n29_weights_are_arguments_of_the_compiled_programs():
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     sampling = SamplingParams(max_tokens=10, temperature=0.0, stop_ids=())
     before = sampler.generate(model(0), prompts((5, 20)), sampling)
     programs = decode._generate._cache_size(), decode.prefill._cache_size()
@@ -347,7 +350,7 @@ def test_n29_weights_are_arguments_of_the_compiled_programs():
 
 def test_prepared_weights_are_accepted_and_the_source_is_untouched():
     digest = [np.asarray(x).tobytes() for x in jax.tree.leaves(model())]
-    sampler = Sampler(TINY, slots=4, page_size=8)
+    sampler = shared()
     sampling = SamplingParams(max_tokens=10)
     a = sampler.generate(prepare_for_sampling(model(), TINY), prompts((5, 20)), sampling)
     assert same(a, sampler.generate(model(), prompts((5, 20)), sampling))
@@ -373,5 +376,5 @@ def test_s09_samples_of_a_group_differ_and_runs_repeat():
 
 def test_broken_weights_end_rows_as_errors():
     params = {**model(), "final_norm": model()["final_norm"] * jnp.nan}
-    outs = Sampler(TINY, slots=4, page_size=8).generate(params, prompts((3, 9)), SamplingParams(max_tokens=4))
+    outs = shared().generate(params, prompts((3, 9)), SamplingParams(max_tokens=4))
     assert [c.stop for c in outs] == [StopReason.ERROR] * 2 and all(len(c.tokens) == 0 for c in outs)
