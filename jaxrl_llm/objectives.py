@@ -5,14 +5,20 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxrl_llm import recipes, transforms
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.transforms import LossTransform
+from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
-__all__ = ["build_objective", "uses_groups"]
+__all__ = ["build_objective", "check_trainable", "uses_groups"]
 
 
 def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
@@ -27,15 +33,47 @@ def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
       InputError: an unknown recipe, stage or argument (with the known ones), or a chain that does not fit.
     """
     if isinstance(spec, str):
-        return _by_import(spec, {}) if ":" in spec else _recipe({"recipe": spec})
-    if isinstance(spec, Mapping):
-        return _recipe(dict(spec))
-    return _chain(spec)
+        objective = _by_import(spec, {}) if ":" in spec else _recipe({"recipe": spec})
+    elif isinstance(spec, Mapping):
+        objective = _recipe(dict(spec))
+    else:
+        objective = _chain(spec)
+    try:
+        transforms.check_complete(objective)
+    except ValueError as error:
+        raise InputError(f"objective: {error}") from None
+    return objective
 
 
 def uses_groups(objective: LossTransform) -> bool:
     """True when an advantage compares the samples of one prompt, so that one sample gives no signal."""
     return any(stage.name in ("group_advantage", "leave_one_out_advantage") for stage in objective.info)
+
+
+def check_trainable(objective: LossTransform) -> None:
+    """Refuses an objective that reads what a rollout and the learner do not give (a teacher, a given advantage).
+
+    The objective is traced over a batch with the fields that the loop fills; nothing is computed.
+
+    Raises:
+      InputError: names the stage and the field.
+    """
+    filled = transforms.needed_fields(objective) & {"logprob_proximal", "logprob_reference"}
+
+    def dry_run() -> LossOutput:
+        tokens = jnp.zeros((2, 2), jnp.int32)
+        zeros = jnp.zeros((2, 2), jnp.float32)
+        batch = TokenBatch.from_rows(
+            tokens, tokens == 0, reward=zeros[:, 0], logprob_behavior=zeros, version=0
+        ).replace(**dict.fromkeys(filled, zeros))
+        state = objective.init()
+        batch, state = objective.prepare(batch, state)
+        return transforms.evaluate(objective, PolicyOutput(logprob=zeros, entropy=zeros), batch, state)
+
+    try:
+        jax.eval_shape(dry_run)
+    except ValueError as error:
+        raise InputError(f"objective: {error} The training loop does not provide it.") from None
 
 
 def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
@@ -88,6 +126,8 @@ def _chain(spec: list[Any]) -> LossTransform:
         if not isinstance(item, Mapping) or len(item) != 1:
             raise InputError(f"{where}: expected a stage name or {{stage: {{arguments}}}}, got {item!r}.")
         ((name, kwargs),) = item.items()
+        if not isinstance(kwargs, Mapping | None):
+            raise InputError(f"{where}: expected {{argument: value}} below {name}, got {kwargs!r}.")
         factory = transforms.STAGES.get(name)
         if factory is None:
             close = difflib.get_close_matches(name, list(transforms.STAGES), n=1)
@@ -104,6 +144,8 @@ def _chain(spec: list[Any]) -> LossTransform:
 
 def _by_import(path: str, kwargs: Mapping[str, Any]) -> LossTransform:
     module, _, name = path.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):  # a console script does not search the folder it is called in
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -50,7 +50,7 @@ from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import fill_logprobs, make_score
 from jaxrl_llm.learner.state import finish_train_step, init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
-from jaxrl_llm.objectives import build_objective, uses_groups
+from jaxrl_llm.objectives import build_objective, check_trainable, uses_groups
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import pack
@@ -108,6 +108,7 @@ class Run:
     def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
         self.config, self.folder = config, folder
         self.objective = build_objective(config.objective)
+        check_trainable(self.objective)
         if config.rollout.group_size < 2 and uses_groups(self.objective):
             raise InputError(
                 "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "

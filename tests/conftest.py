@@ -18,9 +18,12 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import pytest
 
+from jaxrl_llm.config import load_config
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import init_params
+from jaxrl_llm.train import train
 
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DATA = pathlib.Path(__file__).parent / "data"
 
 
@@ -34,3 +37,11 @@ def data_dir() -> pathlib.Path:
 def tiny_params():
     """Random parameters of `TINY`, f32."""
     return init_params(TINY, jax.random.key(0))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory) -> pathlib.Path:
+    """Folder of a whole run of configs/tiny.yaml. Made once: copy it before changing anything in it."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    assert train(load_config(CONFIGS / "tiny.yaml"), folder) == 0
+    return folder
