@@ -61,11 +61,11 @@ def truncate_importance(cap: float, floor: float | None = None, level: str = "to
     """weight *= clip(w, floor, cap), w = proximal / behavior: truncated importance sampling.
 
     level="token": w_t = e^{q_t}; "sequence": e^{Σ q}; "geometric": e^{mean q}, over the trained tokens of the
-    sequence. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025);
+    sequence; cap=inf does not truncate. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025);
     decoupled PPO, arXiv 2505.24298, eq. 5. Metrics: `importance_weight`, `importance_weight_square` (effective
     sample size = mean² / mean of squares), `importance_truncated`.
     """
-    checks.number("truncate_importance", "cap", cap, positive=True)
+    checks.number("truncate_importance", "cap", cap, positive=True, finite=False)
     checks.number("truncate_importance", "floor", floor, low=0.0, high=cap, optional=True)
     checks.choice("truncate_importance", "level", level, tuple(WEIGHTS))
 

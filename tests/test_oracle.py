@@ -1,0 +1,1673 @@
+"""Other systems' numbers, reproduced by chains of ours through the public API, value and gradient, in float64.
+
+The vectors were produced once by running each system's own code. They are read from tests/data/oracle, or from the
+folder in JAXRL_ORACLE_DIR (files *.jsonl or *.jsonl.gz): `JAXRL_ORACLE_DIR=... pytest -k oracle`.
+
+Where a convention differs from ours, an adapter changes the inputs, rescales the result or leaves single entries
+out, and says so by naming an entry of CONVENTIONS. What has no stage yet is listed in LATER, by function, or by a
+configuration of a function in LATER_CONFIGURATIONS. `pytest -k oracle -rP` prints the counts.
+"""
+
+import collections
+import functools
+import gzip
+import json
+import math
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm as jrl
+from jaxrl_llm import testing
+from jaxrl_llm.transforms.evaluate import start_loss
+
+FOLDER = pathlib.Path(os.environ.get("JAXRL_ORACLE_DIR") or pathlib.Path(__file__).parent / "data" / "oracle")
+
+CONVENTIONS = {
+    "denominator": "The system divides by a count from outside (a global batch, a fixed L), or by none: ours is "
+    "rescaled by the ratio of the two denominators.",
+    "empty_rows": "TRL and SkyRL count rows without a trained token in a mean over sequences; ours does not.",
+    "empty_in_group": "Systems count the reward of a row without a trained token in its group. For us it is no "
+    "trajectory; the adapter trains one token of it and leaves that one out of the comparison.",
+    "group_of_one": "A group of one has advantage 0 for us; verl and SkyRL give R, others NaN.",
+    "not_remasked": "The system leaves whitened values where nothing is trained; ours are 0 there.",
+    "log_ratio_limit": "We clip log-ratios to ±20 before exp. Tokens beyond are left out where the system does not, or "
+    "clips earlier.",
+    "kl_clamped": "The system clamps the value of the estimator; tokens at its limit are left out.",
+    "overlong_floor": "The penalty stays at its floor for answers beyond the limit; verl, AReaL and tunix let it grow.",
+    "reset_at_gap": "SkyRL restarts the return at each masked token; the adapter makes each run a trajectory.",
+    "eps_outside_root": "The system divides by std + eps, ours by sqrt(var + eps): equal to 1e-4 at eps 1e-5.",
+    "negative_mean": "MaxRL of a group whose mean is not positive is 0 for us; SkyRL and the authors flip the sign.",
+    "weight_given": "The system is handed its weights ready made; the adapter puts them in batch.weight.",
+    "current_as_proximal": "verl's bypass mode weighs by the current policy, detached: as data, the proximal one.",
+    "rejected_not_pooled": "AReaL pools the sequence ratio over the tokens that its mask keeps, ours over all trained "
+    "ones; the adapter clears the rejected ones from the mask.",
+    "mean_advantage": "AReaL's GSPO takes the mean advantage of the sequence; ours that of each token.",
+    "float32": "The system computes this in float32.",
+}
+
+LATER = {
+    "areal": "compute_advantages dpo_preference_loss m2po_mask ppo_critic_loss_fn prox_logp_approx sapo_loss_fn "
+    "staleness_capacity",
+    "nemo-rl": "DPOLoss DistillationLoss GAE GDPOAdvantage MseValueLoss OPDAdvantage ReinforcePlusPlusAdvantage",
+    "openrlhf": "DPOLoss LogExpLoss PairWiseLoss ValueLoss apply_stop_properly_penalty",
+    "prime-rl": "adv_rae compute_loss_ipo compute_loss_mixed_rl_ce compute_loss_ref_kl compute_loss_rl",
+    "rlax": "entropy_loss lambda_returns truncated_gae vtrace_td_error_and_advantage",
+    "simko": "compute_policy_loss_simko",
+    "skyrl": "adv_gae compute_policy_loss_cispo compute_policy_loss_kl_cov dppo_policy_loss ppo_critic_loss "
+    "rollout_is_policy_loss sapo_policy_loss tinker_cispo_loss",
+    "slime": "gae value_loss_function",
+    "stable-rl": "compute_topk_kl policy_loss",
+    "tinker-cookbook": "incorporate_kl_penalty",
+    "trl": "cpo_loss dpo_compute_loss gkd_generalized_jsd_loss gmpo_compute_loss kto_compute_loss "
+    "orpo_odds_ratio_loss rloo_compute_loss",
+    "tunix": "compute_gae_advantages dpo_loss_fn",
+    "verl": "adaptive_kl_controller adv_gae adv_gdpo adv_gpg adv_grpo_passk adv_opo adv_optimal_token_baseline "
+    "adv_remax adv_tir_optimal_token_baseline distill_forward_kl_topk policy_loss_cispo policy_loss_clip_cov "
+    "policy_loss_dppo_kl policy_loss_dppo_tv policy_loss_dro policy_loss_geo_mean policy_loss_kl_cov "
+    "policy_loss_sapo value_loss",
+}
+
+LATER_CONFIGURATIONS = {
+    "CISPO": "a surrogate of the next issue",
+    "SAPO, VESPO, LUSPO": "surrogates of the next issue",
+    "two-sided clipping (delta)": "no stage",
+    "off-policy sequence mask": "mask_negative_offpolicy, next issue",
+    "high-entropy tokens": "ranks tokens over the batch, next issue",
+    "outlier sequences": "mask_outlier_sequences, next issue",
+    "rejection by k2 or k3": "ours rejects by the ratio itself",
+    "weights over their mean": "a weight that depends on the batch's other weights",
+    "std over the batch": "group mean and batch std",
+    "leave-one-out std": "a std of the others, or one around the mean of the others",
+    "advantages of several rewards": "multi_reward_advantage, next issue",
+    "normalised over sequences": "whitening of sequences, not of tokens",
+    "KL in the advantage": "a per-token KL after group statistics",
+    "length penalty": "length_weighted_advantage, next issue",
+    "distillation in the advantage": "distill_advantage, next issue",
+    "estimator": "|x|, value k1 with gradient k2, or NeMo's exp(log π - sg log π) times k1 or k2",
+    "mean of micro-batch means": "depends on the split: what the algebra rules out",
+    "NLL of positive examples": "next_token, next issue",
+    "GAE": "next issue",
+    "metric": "a metric that ours does not report",
+}
+
+
+# ---------------------------------------------------------------------------------------------- vectors
+
+
+@functools.cache
+def vectors():
+    """{(peer, function): [vector, …]} of every file of the folder."""
+    found = collections.defaultdict(list)
+    for path in sorted([*FOLDER.glob("*.jsonl"), *FOLDER.glob("*.jsonl.gz")]):
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt") as lines:
+            for line in lines:
+                vector = json.loads(line)
+                found[vector["peer"], vector["function"]].append(vector)
+    return dict(found)
+
+
+class Later(Exception):
+    """This configuration has no stage yet; the reason is a key of LATER_CONFIGURATIONS."""
+
+    def __init__(self, reason):
+        assert reason in LATER_CONFIGURATIONS, reason
+        super().__init__(reason)
+
+
+def array(x):
+    """float64, null entries as NaN; rows of different lengths end in zeros."""
+    if isinstance(x, list) and x and isinstance(x[0], list) and len({len(row) for row in x}) > 1:
+        width = max(map(len, x))
+        x = [[*row, *[0.0] * (width - len(row))] for row in x]
+    return np.array(x, dtype=np.float64)
+
+
+class Case:
+    """One vector: its arrays, and comparisons that remember the conventions that were named."""
+
+    def __init__(self, vector):
+        self.name = vector["case"]
+        self.config = vector["config"]
+        self.out = vector["outputs"]
+        self.inputs = vector["inputs"]
+        self.conventions = []
+        self.compared = 0
+
+    def __getitem__(self, name):
+        return array(self.inputs[name])
+
+    def given(self, name):
+        return self.inputs.get(name) is not None
+
+    def convention(self, name):
+        assert name in CONVENTIONS, name
+        self.conventions.append(name)
+
+    def same(self, what, ours, theirs, where=None, rtol=1e-6, atol=1e-8):
+        if "float32" in self.conventions:
+            rtol, atol = max(rtol, 1e-5), max(atol, 2e-6)
+        theirs = array(theirs)
+        ours, theirs = np.broadcast_arrays(crop(np.asarray(ours, np.float64), theirs.shape), theirs)
+        if where is not None:
+            where = np.broadcast_to(np.asarray(where, bool), theirs.shape)
+            ours, theirs = ours[where], theirs[where]
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol, err_msg=f"{self.name}: {what}")
+        self.compared += 1
+
+
+# ------------------------------------------------------------------------------------------- our side
+
+
+def up(n):
+    """The next multiple of 8."""
+    return -(-n // 8) * 8
+
+
+def pad(x, fill=0.0):
+    """Puts a column before the response, since entry 0 of a row is never trained, and fills up with rows and
+    columns that train nothing, so that batches of different sizes share programs."""
+    x = np.asarray(x)
+    rows = (0, up(len(x)) - len(x))
+    if x.ndim == 1:
+        return np.pad(x, rows, constant_values=fill)
+    return np.pad(x, (rows, (1, up(1 + x.shape[1]) - 1 - x.shape[1])), constant_values=fill)
+
+
+def crop(x, shape):
+    """Takes off the rows and columns at the end that `pad` added."""
+    return x[tuple(slice(n) for n in shape)] if x.ndim == len(shape) else x
+
+
+def batch_of(mask, **fields):
+    wide = {name: pad(value) for name, value in fields.items() if value is not None}
+    mask = pad(np.asarray(mask) != 0, False)
+    return jrl.TokenBatch.from_rows(np.zeros(mask.shape, np.int32), mask, **wide)
+
+
+COMPILED = {}  # by the form of the objective, so that vectors share programs
+
+
+def run(kind, objective, function, *args):
+    """function(objective, *args), jitted.
+
+    The float hyper-parameters enter as traced values, through `rebuild`, so that chains that differ in numbers
+    only share one program.
+    """
+    numbers = {
+        f"{info.name}.{key}": value
+        for info in objective.info
+        for key, value in info.arguments.items()
+        if isinstance(value, float)
+    }
+    form = jrl.rebuild(objective, dict.fromkeys(numbers, 1.0)) if numbers else objective
+    key = (kind, repr(form))
+    if key not in COMPILED:
+
+        def traced(numbers, *args):
+            return function(jrl.rebuild(objective, numbers), *args)
+
+        # small programs, run a few times
+        COMPILED[key] = jax.jit(traced, compiler_options={"xla_backend_optimization_level": 0})
+    return COMPILED[key](numbers, *args)
+
+
+def loss_of(objective, logprob, entropy, batch):
+    def value(logprob):
+        output = jrl.PolicyOutput(logprob=logprob, entropy=entropy)
+        return jrl.transforms.loss(objective, output, batch)
+
+    (value, metrics), gradient = jax.value_and_grad(value, has_aux=True)(logprob)
+    kept = ("clip_fraction", "clip_fraction_dual", "kl_behavior", "kl_behavior_k3", "ratio")
+    return value, gradient, {name: metrics[name].value for name in kept if name in metrics}
+
+
+def loss(objective, mask, logprob, entropy=None, **fields):
+    """(loss, gradient [B, T], metrics) of a chain."""
+    entropy = None if entropy is None else jnp.asarray(pad(entropy))
+    batch = batch_of(mask, **fields)
+    value, gradient, metrics = run("loss", objective, loss_of, jnp.asarray(pad(logprob)), entropy, batch)
+    gradient = crop(np.asarray(gradient)[:, 1:], mask.shape)
+    return float(value), gradient, {k: float(v) for k, v in metrics.items()}
+
+
+def prepared(objective, batch, *names):
+    """Fields of the prepared batch, without the padding column, but with the rows at the end."""
+
+    def fields(objective, batch):
+        batch, _ = objective.prepare(batch)
+        return {name: getattr(batch, name) for name in names}
+
+    found = run(("prepared", names), objective, fields, batch)
+    return [np.asarray(found[name])[:, 1:] for name in names]
+
+
+def penalty_of(objective, logprob, batch):
+    batch, _ = objective.prepare(batch)
+
+    def total(logprob):
+        start = start_loss(jrl.PolicyOutput(logprob=logprob), batch)
+        ((value, _),) = objective.apply(start, batch).penalties.values()
+        return jnp.sum(value), value
+
+    return jax.grad(total, has_aux=True)(logprob)
+
+
+def penalty_values(objective, mask, logprob, **fields):
+    """(value [B, T], gradient of its sum) of the penalty of a chain that has one."""
+    gradient, value = run(
+        "penalty", objective, penalty_of, jnp.asarray(pad(logprob)), batch_of(mask, **fields)
+    )
+    return tuple(crop(np.asarray(x)[:, 1:], mask.shape) for x in (value, gradient))
+
+
+def rows_with_tokens(mask):
+    return int(np.sum(np.any(mask != 0, axis=1)))
+
+
+def near(*pairs):
+    """Where every |log ratio| is within our limit."""
+    return np.all([np.abs(a - b) < 20 for a, b in pairs], axis=0)
+
+
+def per_token(objective_stage=None):
+    """Stages of a chain whose loss is -A log π: a given per-token loss enters as log π with A = -1."""
+    return [jrl.given_advantage(), *([objective_stage] if objective_stage else []), jrl.reinforce_surrogate()]
+
+
+def chain_of(*stages):
+    return jrl.chain(*[stage for stage in stages if stage is not None])
+
+
+# ------------------------------------------------------------------------------- advantages by group
+
+
+def group_ids(case, count, size=None):
+    if case.given("index"):
+        return case["index"].astype(int)
+    if case.given("group"):
+        return case["group"].astype(int)
+    return np.arange(count) // size
+
+
+def advantages(case, stages, reward, group, mask, theirs, skip_single=True, where=None, **tolerance):
+    """Compares advantages that are made of one reward a row."""
+    mask = np.asarray(mask) != 0
+    lively = mask.copy()
+    if not mask.any(axis=1).all():
+        case.convention("empty_in_group")
+        lively[~mask.any(axis=1), 0] = True
+    batch = batch_of(lively, reward=reward, group=group).replace(counted=jnp.asarray(pad(mask, False)))
+    (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
+    where = mask if where is None else mask & where
+    sizes = np.array([np.sum((group == g) & np.isfinite(reward)) for g in group])
+    if skip_single and np.any(sizes == 1):
+        case.convention("group_of_one")
+        single = (sizes == 1)[:, None]
+        assert np.all(np.where(single & mask, crop(ours, mask.shape), 0.0) == 0), case.name
+        where = where & ~single
+    theirs = array(theirs)
+    theirs = np.broadcast_to(theirs[:, None] if theirs.ndim == 1 else theirs, mask.shape)
+    case.same("advantage", ours, theirs, where, **tolerance)
+
+
+def token_rewards(stages, **tolerance):
+    """Adapter of verl's and SkyRL's estimators over token_level_rewards."""
+
+    def adapt(case):
+        reward = case["token_level_rewards"].sum(axis=1)
+        group = group_ids(case, len(reward))
+        advantages(
+            case,
+            stages(case.config),
+            reward,
+            group,
+            case["response_mask"],
+            case.out["advantages"],
+            **tolerance,
+        )
+
+    return adapt
+
+
+def scale_of(flag):
+    return "std" if flag else "none"
+
+
+def returns(case, gamma, stages=(), whiten=True, split_at_gaps=False, ddof=1, **fields):
+    """Prepared advantage of the REINFORCE++ family."""
+    mask = case["response_mask"] != 0
+    batch = batch_of(mask, reward=case["token_level_rewards"], **fields)
+    if split_at_gaps:
+        wide = pad(mask, False)
+        runs = np.cumsum(wide & ~np.pad(wide, ((0, 0), (1, 0)))[:, :-1], axis=1)
+        batch = batch.replace(trajectory=jnp.asarray(runs + 1000 * np.arange(len(wide))[:, None], jnp.int32))
+    chain = chain_of(
+        *stages,
+        jrl.returns_to_go(gamma),
+        jrl.whiten_advantage(ddof=ddof) if whiten else None,
+        jrl.normalize_by_token(),
+    )
+    return prepared(chain, batch, "advantage", "returns"), mask
+
+
+def verl_reinforce_pp(case):
+    (ours, to_go), mask = returns(case, case.config["gamma"])
+    case.same("advantage", ours, case.out["advantages"], mask)
+    case.same("returns", to_go, case.out["returns"], mask)
+
+
+def skyrl_reinforce_pp(case):
+    mask = case["response_mask"] != 0
+    gaps = np.any(np.diff(np.pad(mask, ((0, 0), (1, 0))).astype(int), axis=1).clip(0).sum(axis=1) > 1)
+    if gaps:
+        case.convention("reset_at_gap")
+    (ours, _), mask = returns(case, case.config["gamma"], split_at_gaps=True)
+    case.convention("not_remasked")
+    case.same("advantage", ours, case.out["advantages"], mask)
+
+
+def whole_rows(stages, key="rewards", size_key="num_generations", **tolerance):
+    """Adapter of estimators over one reward a row, without a mask."""
+
+    def adapt(case):
+        reward = case[key].reshape(-1)
+        size = case.config.get(size_key) or len(reward)
+        group = group_ids(case, len(reward), size)
+        theirs = array(case.out["advantages"]).reshape(-1)
+        advantages(case, stages(case), reward, group, np.ones((len(reward), 2)), theirs, **tolerance)
+
+    return adapt
+
+
+def in_float32(adapt):
+    def adapted(case):
+        case.convention("float32")
+        adapt(case)
+
+    return adapted
+
+
+def maxrl(eps):
+    def adapt(case):
+        reward = case["token_level_rewards"].sum(axis=1)
+        group = group_ids(case, len(reward))
+        mean = np.array([reward[group == g].mean() for g in group])
+        positive = (mean > 0)[:, None]
+        if not positive.all():
+            case.convention("negative_mean")
+        stages = [jrl.group_advantage(scale="mean", eps=eps)]
+        mask = case["response_mask"]
+        advantages(case, stages, reward, group, mask, case.out["advantages"], where=positive)
+
+    return adapt
+
+
+def prime_grpo(case):
+    if case.config.get("length_penalty", "") is not None:
+        raise Later("length penalty")
+    case.convention("float32")
+    whole_rows(lambda case: [jrl.group_advantage(scale="none")])(case)
+
+
+def nemo_grpo(case):
+    std, others = case.config["normalize_rewards"], case.config["use_leave_one_out_baseline"]
+    if std and others:
+        raise Later("leave-one-out std")
+    case.convention("float32")
+    eps = case.config["epsilon"]
+    stages = [jrl.leave_one_out_advantage() if others else jrl.group_advantage(scale=scale_of(std), eps=eps)]
+    whole_rows(lambda case: stages)(case)
+
+
+def trl_grpo_advantages(case):
+    c = case.config
+    reward = case["rewards_per_func"]
+    weights = array(c.get("reward_weights") or [1.0] * reward.shape[1])
+    if c.get("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+        raise Later("advantages of several rewards")
+    scale = c.get("scale_rewards", "group")
+    if scale == "batch":
+        raise Later("std over the batch")
+    total = np.nansum(reward * weights, axis=1)
+    total[np.isnan(reward).all(axis=1)] = np.nan  # no reward function could score it
+    group = np.arange(len(total)) // c["num_generations"]
+    stages = [jrl.group_advantage(scale=scale_of(scale == "group"), eps=c.get("eps", 1e-4))]
+    advantages(case, stages, total, group, np.ones((len(total), 2)), case.out["advantages"])
+
+
+def trl_rloo_advantages(case):
+    c = case.config
+    if c["normalize_advantages"]:
+        raise Later("normalised over sequences")
+    mask = case["completion_mask"] != 0
+    reward = case["rewards"]
+    lively = mask.copy()
+    if not mask.any(axis=1).all():
+        case.convention("empty_in_group")
+        lively[~mask.any(axis=1), 0] = True
+    behavior, reference = case["old_per_token_logps"], case["ref_per_token_logps"]
+    reference = np.where(mask, reference, behavior)  # the extra token of an empty row pays no KL
+    group = np.arange(len(reward)) // c["num_generations"]
+    batch = batch_of(
+        lively, reward=reward, group=group, logprob_behavior=behavior, logprob_reference=reference
+    )
+    stages = [jrl.penalize_kl_in_reward(c["beta"])] if c["beta"] else []
+    chain = chain_of(*stages, jrl.leave_one_out_advantage(), jrl.normalize_by_token())
+    (ours,) = prepared(chain, batch, "advantage")
+    theirs = np.broadcast_to(array(case.out["advantages"])[:, None], mask.shape)
+    case.same("advantage", ours, theirs, mask)
+
+
+def slime_advantages(case):
+    c = case.config
+    if c["use_opd"]:
+        raise Later("distillation in the advantage")
+    estimator = c["advantage_estimator"]
+    if estimator == "reinforce_plus_plus_baseline" and c["kl_coef"]:
+        raise Later("KL in the advantage")
+    case.convention("float32")
+    mask = case["mask"] != 0
+    if estimator != "reinforce_plus_plus":  # rewards arrive normalised; they are spread over the tokens
+        batch = batch_of(mask, advantage=case["rewards"])
+        (ours,) = prepared(chain_of(jrl.given_advantage(), jrl.normalize_by_token()), batch, "advantage")
+        case.same("advantage", ours, case.out["advantages"], mask)
+        return
+    batch = batch_of(
+        mask,
+        reward=case["rewards"],
+        logprob_behavior=case["log_probs"],
+        logprob_reference=case["ref_log_probs"],
+    )
+    stages = [jrl.penalize_kl_in_reward(c["kl_coef"])] if c["kl_coef"] else []
+    chain = chain_of(*stages, jrl.returns_to_go(c["gamma"]), jrl.normalize_by_token())
+    (ours,) = prepared(chain, batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"], mask)
+
+
+def slime_rewards(case):
+    case.convention("float32")
+    # REINFORCE++-baseline never divides by the std
+    std = case.config["grpo_std_normalization"] and case.config["advantage_estimator"] == "grpo"
+    stages = [jrl.group_advantage(scale=scale_of(std))]
+    whole_rows(lambda case: stages, size_key="n_samples_per_prompt")(case)
+
+
+def areal_rewards(case):
+    c = case.config
+    reward = case["x"]
+    whole = c["mean_level"] == "batch"
+    if (c["mean_level"], c["std_level"]) == ("group", "batch"):
+        raise Later("std over the batch")
+    if c["mean_leave1out"] and c["std_level"]:
+        raise Later("leave-one-out std")
+    group = np.zeros(len(reward), int) if whole else np.arange(len(reward)) // c["group_size"]
+    if c["mean_leave1out"]:
+        stages = [jrl.leave_one_out_advantage()]
+    else:
+        stages = [
+            jrl.group_advantage(scale=scale_of(c["std_level"]), ddof=int(c["std_unbiased"]), eps=c["eps"])
+        ]
+    case.convention("float32")
+    advantages(case, stages, reward, group, np.ones((len(reward), 2)), case.out["normalized"])
+
+
+def whitened(case, values, mask, theirs, ddof, eps, **tolerance):
+    mask = np.asarray(mask) != 0
+    batch = batch_of(mask, advantage=values)
+    chain = chain_of(
+        jrl.given_advantage(), jrl.whiten_advantage(ddof=ddof, eps=eps), jrl.normalize_by_token()
+    )
+    (ours,) = prepared(chain, batch, "advantage")
+    case.convention("not_remasked")
+    case.same("whitened", ours, theirs, mask, **tolerance)
+
+
+def areal_token_norm(case):
+    if case.config["mean_level"] != "batch":
+        raise Later("std over the batch")
+    case.convention("eps_outside_root")
+    ddof = int(case.config["std_unbiased"])
+    whitened(case, case["x"], case["loss_mask"], case.out["normalized"], ddof, 0.0, rtol=1e-4, atol=1e-5)
+
+
+def areal_masked_norm(case):
+    case.convention("eps_outside_root")
+    whitened(case, case["x"], case["mask"], case.out["out"], 0, 0.0, rtol=1e-4, atol=1e-5)
+
+
+def verl_whiten(case):
+    whitened(case, case["values"], case["mask"], case.out["whitened"], 1, 1e-8, rtol=1e-5)
+
+
+def openrlhf_normalize(case):
+    """Each row for itself."""
+    values, mask, theirs = case["tensor"], case["mask"], array(case.out["out"])
+    for row in range(len(values)):
+        if mask[row].sum() > 1:  # one token has no spread: theirs divides 0 by sqrt(eps)
+            one = slice(row, row + 1)
+            whitened(case, values[one], mask[one], theirs[one], 0, 0.0)
+
+
+def openrlhf_advantages(case):
+    c = case.config
+    estimator, kl = c["estimator"], c["kl_coef"]
+    if estimator == "gae":
+        raise Later("GAE")
+    if kl and estimator != "reinforce":
+        raise Later("KL in the advantage")
+    mask, reward = case["action_mask"] != 0, case["rewards"]
+    group = np.arange(len(reward)) // c["n_samples_per_prompt"]
+    case.convention("float32")
+    if estimator == "reinforce":
+        zeros = np.zeros(mask.shape)
+        batch = batch_of(mask, reward=reward, logprob_behavior=case["kl"], logprob_reference=zeros)
+        chain = chain_of(
+            jrl.penalize_kl_in_reward(kl) if kl else None,
+            jrl.returns_to_go(c["gamma"]),
+            jrl.whiten_advantage(ddof=0),
+            jrl.normalize_by_token(),
+        )
+        (ours,) = prepared(chain, batch, "advantage")
+        case.convention("not_remasked")
+        case.same("advantage", ours, case.out["advantages"], mask)
+        return
+    stages = {
+        "rloo": [jrl.leave_one_out_advantage()],
+        "group_norm": [jrl.group_advantage(eps=1e-9)],
+        "dr_grpo": [jrl.group_advantage(scale="none")],
+        "reinforce_baseline": [jrl.group_advantage(scale="none"), jrl.whiten_advantage(ddof=0)],
+    }[estimator]
+    advantages(case, stages, reward, group, mask, case.out["advantages"])
+
+
+# ------------------------------------------------------------------------------------ aggregation
+
+
+def aggregation(case, mode, mask, limit=None, tokens=None, sequences=None):
+    """(normaliser, factor): ours times factor is the system's `mode`; tokens, sequences: outside denominators."""
+    mask = np.asarray(mask) != 0
+    limit = limit or mask.shape[1]
+    some = rows_with_tokens(mask)
+    if tokens or sequences:
+        case.convention("denominator")
+    if mode == "token-mean":
+        return (jrl.normalize_by_constant(tokens) if tokens else jrl.normalize_by_token()), 1.0
+    if mode == "token-sum":
+        return jrl.normalize_by_constant(1.0), 1.0
+    if mode == "seq-mean-token-sum":
+        return (jrl.normalize_by_constant(sequences) if sequences else jrl.normalize_by_sequence_sum()), 1.0
+    if mode == "seq-mean-token-sum-norm":
+        stage = (
+            jrl.normalize_by_constant(sequences * limit)
+            if sequences
+            else jrl.normalize_by_length_limit(limit)
+        )
+        return stage, 1.0
+    assert mode == "seq-mean-token-mean", mode
+    return jrl.normalize_by_sequence(), (some / sequences if sequences else 1.0)
+
+
+def counts_rows(case, mask, count=None):
+    """Factor for a system that divides a mean over sequences by all rows (or by `count`)."""
+    some, rows = rows_with_tokens(mask), len(mask) if count is None else count
+    if some != rows:
+        case.convention("empty_rows")
+    return some / rows
+
+
+def aggregate(case, normalizer, factor, values, mask, theirs, gradient):
+    chain = chain_of(jrl.given_advantage(), normalizer, jrl.reinforce_surrogate())
+    value, grad, _ = loss(chain, mask, values, advantage=-np.ones(mask.shape))
+    case.same("loss", value * factor, theirs)
+    case.same("gradient", grad * factor, gradient)
+
+
+def verl_aggregation(case, config, mask):
+    dp = config.get("dp_size", 1)
+    outside = "batch_num_tokens" in config
+    return aggregation(
+        case,
+        config["loss_agg_mode"],
+        mask,
+        limit=config.get("loss_scale_factor"),
+        tokens=config["batch_num_tokens"] / dp if outside else None,
+        sequences=config["global_batch_size"] / dp if outside else None,
+    )
+
+
+def verl_agg_loss(case):
+    mask = case["loss_mask"]
+    normalizer, factor = verl_aggregation(case, case.config, mask)
+    if case.config["loss_agg_mode"] == "token-sum" and "dp_size" in case.config:
+        factor = case.config["dp_size"]
+    aggregate(case, normalizer, factor, case["loss_mat"], mask, case.out["loss"], case.out["grad_loss_mat"])
+
+
+TUNIX_MODES = {
+    "token-mean": "token-mean",
+    "sequence-mean-token-mean": "seq-mean-token-mean",
+    "seq-mean-token-sum": "seq-mean-token-sum",
+    "sequence-mean-token-scale": "seq-mean-token-sum-norm",
+}
+
+
+def tunix_aggregation(case, mode, mask):
+    if mode == "sequence-mean-token-sum-norm":  # its norm defaults to the number of rows
+        case.convention("denominator")
+        return jrl.normalize_by_constant(float(len(mask))), 1.0
+    return aggregation(case, TUNIX_MODES[mode], mask)
+
+
+def tunix_aggregate(case):
+    mask = case["completion_mask"]
+    normalizer, factor = tunix_aggregation(case, case.config["loss_agg_mode"], mask)
+    aggregate(case, normalizer, factor, case["per_token_loss"], mask, case.out["loss"], case.out["grad"])
+
+
+def openrlhf_sft(case):
+    mask, logprob = case["loss_mask"], case["per_token_logps"]
+    normalizer = jrl.normalize_by_token() if case.config["token_level_loss"] else jrl.normalize_by_sequence()
+    chain = chain_of(jrl.given_advantage(), normalizer, jrl.reinforce_surrogate())
+    value, grad, _ = loss(chain, mask, logprob, advantage=np.ones(mask.shape))
+    case.same("loss", value, case.out["loss"])
+    case.same("gradient", grad, case.out["grad_logps"])
+
+
+def skyrl_reduction(case):
+    """SkyRL scales the advantages; ours is norm / Σ count of the same normaliser."""
+    mode = case.config["loss_reduction"]
+    if mode == "token_mean_legacy":
+        raise Later("mean of micro-batch means")
+    mask = case["loss_mask"]
+    stages = {
+        "token_mean": (jrl.normalize_by_token(), 1.0),
+        "sequence_mean": (jrl.normalize_by_sequence(), counts_rows(case, mask)),
+        "seq_mean_token_sum_norm": (
+            jrl.normalize_by_length_limit(case.config["max_seq_len"]),
+            counts_rows(case, mask),
+        ),
+        "prompt_mean": (jrl.normalize_by_group(), 1.0),
+    }
+    normalizer, factor = stages[mode]
+    group = group_ids(case, len(mask))
+    batch = batch_of(mask, advantage=case["advantages"], group=group)
+    chain = chain_of(jrl.given_advantage(), normalizer, jrl.reinforce_surrogate())
+    advantage, norm, count = prepared(chain, batch, "advantage", "norm", "count")
+    case.same(
+        "scaled advantage", factor * advantage * norm / count.sum(), case.out["scaled_advantages"], mask != 0
+    )
+
+
+# ------------------------------------------------------------------------------------- surrogates
+
+
+def policy(
+    case, stages, mask, logprob, gradient, factor=1.0, where=None, entropy=None, unclamped=None, **fields
+):
+    """Loss and gradient of a chain against the system's; returns our metrics.
+
+    Args:
+      where: tokens whose gradient is compared.
+      unclamped: tokens at which the estimator of a penalty is the system's. Where it is not, only the gradient
+        of the others is compared.
+    """
+    value, grad, metrics = loss(chain_of(*stages), mask, logprob, entropy=entropy, **fields)
+    if where is not None and not np.all(where[mask != 0]):
+        case.convention("log_ratio_limit")
+    if unclamped is None or np.all(unclamped[mask != 0]):
+        case.same("loss", value * factor, case.out["loss"])
+    else:
+        case.convention("kl_clamped")
+        where = unclamped if where is None else where & unclamped
+    case.same("gradient", grad * factor, case.out[gradient], where)
+    return metrics
+
+
+def given_weight(case, name, mask):
+    """Weights that the system was handed, or 1."""
+    if not case.given(name):
+        return np.ones(mask.shape)
+    case.convention("weight_given")
+    return np.broadcast_to(case[name], mask.shape)
+
+
+def verl_policy(case, ratio, surrogate, normalizer, factor=1.0, where=None):
+    mask, logprob, behavior = case["response_mask"], case["log_prob"], case["old_log_prob"]
+    fields = {"advantage": case["advantages"], "logprob_behavior": behavior}
+    fields["weight"] = given_weight(case, "rollout_is_weights", mask)
+    stages = [jrl.given_advantage(), normalizer, ratio, surrogate]
+    return policy(case, stages, mask, logprob, "grad_log_prob", factor, where, **fields)
+
+
+def verl_vanilla(case):
+    c, mask = case.config, case["response_mask"]
+    normalizer, factor = verl_aggregation(case, c, mask)
+    surrogate = jrl.clip_surrogate(c["clip_ratio_low"], c["clip_ratio_high"], dual=c.get("clip_ratio_c", 3.0))
+    metrics = verl_policy(case, jrl.token_ratio(), surrogate, normalizer, factor)
+    theirs = case.out["metrics"]
+    case.same("clip fraction", metrics["clip_fraction"], theirs["actor/pg_clipfrac"])
+    case.same("dual clip fraction", metrics["clip_fraction_dual"], theirs["actor/pg_clipfrac_lower"])
+    if np.all(near((case["log_prob"], case["old_log_prob"]))[mask != 0]):  # verl clips before this mean
+        case.same("kl", metrics["kl_behavior"], theirs["actor/ppo_kl"])
+
+
+def verl_gspo(case):
+    c = case.config
+    surrogate = jrl.clip_surrogate(c["clip_ratio_low"], c["clip_ratio_high"])
+    verl_policy(case, jrl.sequence_ratio_per_token(), surrogate, jrl.normalize_by_sequence())
+
+
+def verl_gpg(case):
+    normalizer, factor = verl_aggregation(case, case.config, case["response_mask"])
+    verl_policy(case, None, jrl.reinforce_surrogate(), normalizer, factor)
+
+
+def verl_reinforce(case):
+    mask = case["response_mask"]
+    normalizer, factor = verl_aggregation(case, case.config, mask)
+    fields = {"advantage": case["advantages"], "logprob_behavior": case["rollout_log_prob"]}
+    fields["weight"] = given_weight(case, "rollout_is_weights", mask)
+    stages = [jrl.given_advantage(), normalizer, jrl.reinforce_surrogate()]
+    policy(case, stages, mask, case["log_prob"], "grad_log_prob", factor, **fields)
+
+
+def bounds(text):
+    """verl's "lo_hi", or one number x for [1/x, x]."""
+    if isinstance(text, str) and "_" in text:
+        low, high = text.split("_")
+        return float(low), float(high)
+    return 1.0 / float(text), float(text)
+
+
+def verl_rejection(option, threshold):
+    """Stages of one of verl's rejection options; its k1 bounds are on behavior / proximal."""
+    levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+    if option not in levels:
+        raise Later("rejection by k2 or k3")
+    low, high = bounds(threshold)
+    # A hair wider: theirs compares logarithms, ours ratios.
+    return jrl.mask_importance(
+        (1 - 1e-12) / high, (1 + 1e-12) / low, level=levels[option], reweight=False, renormalize=True
+    )
+
+
+def verl_weights(option, threshold):
+    """Stage of verl's importance weights: a number truncates, "lo_hi" masks."""
+    if isinstance(threshold, str) and "_" in threshold:
+        low, high = bounds(threshold)
+        return jrl.mask_importance(low, high, level=option, name="weights")
+    return jrl.truncate_importance(float(threshold), level=option)
+
+
+def verl_bypass(case):
+    c, mask = case.config, case["response_mask"]
+    logprob, behavior = case["log_prob"], case["rollout_log_prob"]
+    case.convention("current_as_proximal")
+    rejection = verl_rejection(c["rollout_rs"], c["rollout_rs_threshold"]) if c["rollout_rs"] else None
+    normalizer, factor = verl_aggregation(case, c, mask)
+    if c["loss_type"] == "ppo_clip":  # the ratio is the correction
+        tail = [jrl.token_ratio(), jrl.clip_surrogate(c["clip_ratio_low"], c["clip_ratio_high"], dual=3.0)]
+        weights = None
+    else:
+        tail = [jrl.reinforce_surrogate()]
+        weights = verl_weights(c["rollout_is"], c["rollout_is_threshold"]) if c["rollout_is"] else None
+    policy(
+        case,
+        [jrl.given_advantage(), weights, rejection, normalizer, *tail],
+        mask,
+        logprob,
+        "grad_log_prob",
+        factor,
+        advantage=case["advantages"],
+        logprob_behavior=behavior,
+        logprob_proximal=logprob,
+    )
+
+
+def skyrl_sum(case, *stages, anchor="old_log_probs", **fields):
+    case.convention("float32")
+    case.convention("denominator")
+    mask, logprob = case["loss_mask"], case["log_probs"]
+    where = near((logprob, case[anchor])) if anchor else None
+    fields.setdefault("advantage", case["advantages"])
+    if anchor:
+        fields["logprob_behavior"] = case[anchor]
+    chain = [jrl.given_advantage(), *stages]
+    return policy(case, chain, mask, logprob, "grad_log_probs", where=where, **fields)
+
+
+def skyrl_ppo(case):
+    c = case.config
+    o = c["off_policy_correction"]
+    if o["outlier_token_is_threshold_low"] is not None:
+        raise Later("outlier sequences")
+    corrections = []
+    if o["tis_ratio_type"]:
+        level = o["tis_ratio_type"]
+        corrections.append(jrl.truncate_importance(o[f"{level}_tis_ratio_clip_high"], level=level))
+    if o["sequence_mask_metric"]:
+        kind, level = {"geometric": ("geo", "geometric"), "product": ("product", "sequence")}[
+            o["sequence_mask_metric"]
+        ]
+        low, high = o[f"{kind}_mask_low"], o[f"{kind}_mask_high"]
+        corrections.append(jrl.mask_importance(low, high, level=level, reweight=False))
+    if o["token_mask_is_threshold_low"] is not None:
+        low, high = o["token_mask_is_threshold_low"], o["token_mask_is_threshold_high"]
+        corrections.append(jrl.mask_importance(low, high, reweight=False, name="token_mask"))
+    case.convention("float32")
+    case.convention("denominator")
+    dual = c["clip_ratio_c"] if c["policy_loss_type"] == "dual_clip" else None
+    metrics = policy(
+        case,
+        [
+            jrl.given_advantage(),
+            *corrections,
+            jrl.normalize_by_constant(1.0),
+            jrl.token_ratio(anchor="proximal"),
+            jrl.clip_surrogate(c["eps_clip_low"], c["eps_clip_high"], dual=dual),
+        ],
+        case["loss_mask"],
+        case["log_probs"],
+        "grad_log_probs",
+        advantage=case["advantages"],
+        logprob_proximal=case["old_log_probs"],
+        logprob_behavior=case["rollout_logprobs"],
+    )
+    if not corrections:
+        case.same("clip fraction", metrics["clip_fraction"], case.out["metrics"]["clip_ratio"])
+
+
+def skyrl_gspo(case):
+    c = case.config
+    surrogate = jrl.clip_surrogate(c["eps_clip_low"], c["eps_clip_high"])
+    skyrl_sum(case, jrl.normalize_by_constant(1.0), jrl.sequence_ratio_per_token(), surrogate)
+
+
+UNCLIPPED = dict(low=math.inf, high=math.inf)
+
+
+def skyrl_importance(case):
+    skyrl_sum(
+        case,
+        jrl.normalize_by_constant(1.0),
+        jrl.token_ratio(),
+        jrl.clip_surrogate(**UNCLIPPED),
+        anchor="old_log_probs",
+    )
+
+
+def skyrl_cross_entropy(case):
+    ones = np.ones(case["loss_mask"].shape)
+    skyrl_sum(case, jrl.normalize_by_constant(1.0), jrl.reinforce_surrogate(), anchor=None, advantage=ones)
+
+
+def tinker(case, *stages, **fields):
+    case.convention("denominator")
+    mask, logprob, behavior = case["loss_mask"], case["target_logprobs"], case["sampling_logprobs"]
+    fields.setdefault("advantage", case["advantages"])
+    chain = chain_of(jrl.given_advantage(), jrl.normalize_by_constant(1.0), *stages)
+    value, grad, _ = loss(chain, mask, logprob, logprob_behavior=behavior, **fields)
+    case.convention("float32")
+    where = near((logprob, behavior))
+    big = not np.all(where[mask != 0]) and "clip_surrogate" in repr(chain)
+    if big:
+        case.convention("log_ratio_limit")
+    if not big or np.all(case["advantages"][~where & (mask != 0)] == 0):
+        case.same("loss", value, case.out["loss_sum"])
+    case.same("gradient", grad, case.out["grad"], where if big else None)
+
+
+def tinker_cross_entropy(case):
+    tinker(case, jrl.reinforce_surrogate(), advantage=np.ones(case["loss_mask"].shape))
+
+
+def tinker_importance(case):
+    tinker(case, jrl.token_ratio(), jrl.clip_surrogate(**UNCLIPPED))
+
+
+def tinker_ppo(case):
+    c = case.config
+    low, high = (c[k] for k in c if k.startswith("clip_low")), (c[k] for k in c if k.startswith("clip_high"))
+    tinker(case, jrl.token_ratio(), jrl.clip_surrogate(low=1.0 - next(low), high=next(high) - 1.0))
+
+
+def openrlhf_policy(case):
+    c, mask = case.config, case["action_mask"]
+    logprob = case["log_probs"]
+    outside = "batch_num_tokens" in c
+    sequence = c.get("policy_loss_type") == "gspo"
+    mode = "token-mean" if c.get("token_level_loss", True) and not sequence else "seq-mean-token-mean"
+    normalizer, factor = aggregation(
+        case,
+        mode,
+        mask,
+        tokens=c["batch_num_tokens"] / c["dp_size"] if outside else None,
+        sequences=c["global_batch_size"] / c["dp_size"] if outside else None,
+    )
+    corrected = c.get("enable_vllm_is_correction", False)
+    corrections = []
+    if corrected and not sequence:
+        low, high = c["vllm_is_truncated_threshold"]
+        kind = c.get("vllm_is_correction_type", "tis")
+        corrections = {
+            "tis": [jrl.truncate_importance(high, floor=low)],
+            "icepop": [jrl.mask_importance(low, high)],
+            "seq-mask-tis": [jrl.mask_importance(low, high, level="geometric")],
+        }[kind]
+    # Their GSPO with correction takes the ratio to the sampler instead.
+    anchor = "behavior" if sequence and corrected else "proximal"
+    proximal, behavior = case["old_log_probs"], case["rollout_log_probs"]
+    there = behavior if anchor == "behavior" else proximal
+    ratio = jrl.sequence_ratio if sequence else jrl.token_ratio
+    metrics = policy(
+        case,
+        [
+            jrl.given_advantage(),
+            *corrections,
+            normalizer,
+            ratio(anchor=anchor),
+            jrl.clip_surrogate(
+                c.get("clip_eps_low", 0.2), c.get("clip_eps_high", 0.2), dual=c.get("dual_clip")
+            ),
+        ],
+        mask,
+        logprob,
+        "grad_log_probs",
+        factor,
+        where=near((logprob, there), (proximal, behavior)),
+        advantage=case["advantages"],
+        logprob_proximal=proximal,
+        logprob_behavior=behavior,
+    )
+    if not sequence and mode == "token-mean":
+        case.same("clip fraction", metrics["clip_fraction"], case.out["metrics"]["clip_ratio"])
+
+
+def nemo_policy(case):
+    c = case.config
+    if c["use_cispo"]:
+        raise Later("CISPO")
+    if c["positive_example_nll_weight"]:
+        raise Later("NLL of positive examples")
+    mask = case["token_mask"] * case["sample_mask"][:, None]
+    logprob, proximal, behavior = case["curr_logprobs"], case["prev_logprobs"], case["generation_logprobs"]
+    sequence = c["sequence_level_importance_ratios"]
+    if c["token_level_loss"]:
+        normalizer, factor = jrl.normalize_by_token(), mask.sum() / case["global_valid_toks"]
+    else:
+        normalizer = jrl.normalize_by_sequence()
+        factor = counts_rows(case, mask, float(case["global_valid_seqs"]))
+    corrections = []
+    if c["use_importance_sampling_correction"]:
+        kind = c["truncated_importance_sampling_type"]
+        low, high = c["truncated_importance_sampling_ratio_min"], c["truncated_importance_sampling_ratio"]
+        corrections = {
+            None: lambda: jrl.truncate_importance(math.inf, level="sequence" if sequence else "token"),
+            "tis": lambda: jrl.truncate_importance(high, floor=low),
+            "icepop": lambda: jrl.mask_importance(low, high),
+            "seq-mask-tis": lambda: jrl.mask_importance(low, high, level="geometric"),
+        }
+        corrections = [corrections[kind]()]
+    if c["force_on_policy_ratio"]:
+        proximal = logprob
+    if c["disable_ppo_ratio"]:
+        tail = [jrl.reinforce_surrogate()]
+    else:
+        ratio = jrl.sequence_ratio if sequence else jrl.token_ratio
+        surrogate = jrl.clip_surrogate(c["ratio_clip_min"], c["ratio_clip_max"], dual=c["ratio_clip_c"])
+        tail = [ratio(anchor="proximal"), surrogate]
+    if c["reference_policy_kl_penalty"]:
+        if c["reference_policy_kl_type"] != "k3":
+            raise Later("estimator")
+        estimator = "k3_weighted" if c["use_on_policy_kl_approximation"] else "k3_straight_through"
+        tail.append(jrl.penalize_kl(c["reference_policy_kl_penalty"], estimator=estimator))
+    where = near((logprob, proximal), (proximal, behavior))
+    unclamped = None
+    if c["reference_policy_kl_penalty"]:
+        x = logprob - case["reference_policy_logprobs"]
+        where &= near((logprob, behavior))
+        unclamped = near((x, 0)) & (np.abs(np.exp(-x) - 1 + x) < 10)
+        if c["use_on_policy_kl_approximation"]:
+            unclamped &= near((logprob, behavior))
+    policy(
+        case,
+        [jrl.given_advantage(), *corrections, normalizer, *tail],
+        mask,
+        logprob,
+        "grad_curr_logprobs",
+        factor,
+        where,
+        advantage=case["advantages"],
+        logprob_proximal=proximal,
+        logprob_behavior=behavior,
+        logprob_reference=case["reference_policy_logprobs"],
+        unclamped=unclamped,
+    )
+
+
+def areal_policy(case):
+    c, mask = case.config, case["loss_mask"]
+    logprob, proximal, behavior = case["logprobs"], case["proximal_logprobs"], case["old_logprobs"]
+    r = c["rejection_sampling"]
+    if r is None:
+        corrections = []
+    elif r["metric"] != "ratio":
+        raise Later("rejection by k2 or k3")
+    elif r["level"] == "token":
+        if r["action"] == "clamp":
+            corrections = [jrl.truncate_importance(r["upper"], floor=r["lower"] or 0.0)]
+        else:
+            corrections = [jrl.mask_importance(r["lower"], r["upper"])]
+    else:  # the weight of every token becomes the geometric mean
+        assert r["agg"] == "mean", r
+        if r["action"] == "clamp":
+            corrections = [jrl.truncate_importance(r["upper"], floor=r["lower"] or 0.0, level="geometric")]
+        else:
+            corrections = [
+                jrl.truncate_importance(math.inf, level="geometric"),
+                jrl.mask_importance(r["lower"], r["upper"], level="geometric", reweight=False),
+            ]
+    case.convention("float32")  # the log-ratio of the weight
+    sequence, advantage, factor = c.get("importance_sampling_level") == "sequence", case["advantages"], 1.0
+    if sequence and r and (r["level"], r["action"]) == ("token", "mask"):
+        case.convention("rejected_not_pooled")
+        batch = batch_of(mask, advantage=advantage, logprob_proximal=proximal, logprob_behavior=behavior)
+        (weight,) = prepared(
+            chain_of(jrl.given_advantage(), *corrections, jrl.normalize_by_token()), batch, "weight"
+        )
+        kept = mask * (crop(weight, mask.shape) > 0)
+        factor, mask = kept.sum() / mask.sum(), kept
+    if sequence:
+        case.convention("mean_advantage")
+        lengths = np.maximum(mask.sum(axis=1, keepdims=True), 1)
+        advantage = np.broadcast_to((advantage * mask).sum(axis=1, keepdims=True) / lengths, mask.shape)
+    ratio = jrl.sequence_ratio if sequence else jrl.token_ratio
+    high = c.get("eps_clip_higher")
+    policy(
+        case,
+        [
+            jrl.given_advantage(),
+            *corrections,
+            jrl.normalize_by_token(),
+            ratio(anchor="proximal"),
+            jrl.clip_surrogate(c["eps_clip"], c["eps_clip"] if high is None else high, dual=c.get("c_clip")),
+        ],
+        mask,
+        logprob,
+        "grad_logprobs",
+        factor,
+        where=near((logprob, proximal), (proximal, behavior)),
+        advantage=advantage,
+        logprob_proximal=proximal,
+        logprob_behavior=behavior,
+    )
+
+
+def slime_policy(case):
+    c = case.config
+    if c["advantage_estimator"] == "cispo":
+        raise Later("CISPO")
+    if c["use_opsm"]:
+        raise Later("off-policy sequence mask")
+    mask, logprob = case["mask"], case["log_prob"]
+    sequence = c["advantage_estimator"] == "gspo"
+    normalizer = jrl.normalize_by_token() if c["calculate_per_token_loss"] else jrl.normalize_by_sequence()
+    factor = mask.sum() if c["calculate_per_token_loss"] else rows_with_tokens(mask)  # theirs is a sum
+    case.convention("denominator")
+    corrections = []
+    if c["use_tis"]:
+        low, high = c["tis_clip_low"], c["tis_clip"]
+        masks = c["custom_tis_function_path"] == "icepop_function"
+        corrections = [jrl.mask_importance(low, high) if masks else jrl.truncate_importance(high, floor=low)]
+    proximal, behavior = case["old_log_prob"], case["rollout_log_prob"]
+    anchor = "behavior" if c["use_rollout_logprobs"] else "proximal"
+    ratio = jrl.sequence_ratio if sequence else jrl.token_ratio
+    stages = [
+        jrl.given_advantage(),
+        *corrections,
+        normalizer,
+        ratio(anchor=anchor),
+        jrl.clip_surrogate(c["eps_clip"], c["eps_clip_high"], dual=c["eps_clip_c"]),
+    ]
+    where = near((logprob, behavior if anchor == "behavior" else proximal), (proximal, behavior))
+    unclamped = None
+    if c["use_kl_loss"]:
+        case.convention("float32")
+        estimator = "k3" if c["kl_loss_type"] == "low_var_kl" else c["kl_loss_type"]
+        if c["use_unbiased_kl"]:  # weighted by π / old, so old stands in for the sampler
+            estimator, behavior = "k3_weighted", proximal
+        stages.append(jrl.penalize_kl(c["kl_loss_coef"], estimator=estimator))
+        x = logprob - case["ref_log_prob"]
+        unclamped = near((x, 0))
+        if c["kl_loss_type"] == "low_var_kl":
+            unclamped &= np.exp(-x) - 1 + x < 10
+    if c["entropy_coef"]:
+        stages.append(jrl.reward_entropy(c["entropy_coef"]))
+    policy(
+        case,
+        stages,
+        mask,
+        logprob,
+        "grad_log_prob",
+        factor,
+        where,
+        entropy=case["entropy"],
+        advantage=case["advantages"],
+        logprob_proximal=proximal,
+        logprob_behavior=behavior,
+        logprob_reference=case["ref_log_prob"],
+        unclamped=unclamped,
+    )
+
+
+def trl_policy(case):
+    c, mask = case.config, case["completion_mask"]
+    kind, level = c["loss_type"], c["importance_sampling_level"]
+    if kind == "cispo":
+        raise Later("CISPO")
+    if kind in ("sapo", "vespo", "luspo"):
+        raise Later("SAPO, VESPO, LUSPO")
+    if "delta" in c:
+        raise Later("two-sided clipping (delta)")
+    if c["off_policy_mask_threshold"] is not None:
+        raise Later("off-policy sequence mask")
+    if c["top_entropy_quantile"] != 1.0:
+        raise Later("high-entropy tokens")
+    rows = len(mask)
+    normalizer, factor = {
+        "bnpo": lambda: (jrl.normalize_by_token(), 1.0),
+        "dapo": lambda: (jrl.normalize_by_token(), mask.sum() / float(case["num_items_in_batch"])),
+        "grpo": lambda: (jrl.normalize_by_sequence(), counts_rows(case, mask)),
+        "dr_grpo": lambda: (jrl.normalize_by_constant(rows * c["max_completion_length"]), 1.0),
+    }[kind]()
+    logprob, behavior = case["per_token_logps"], case["old_per_token_logps"]
+    ratio = jrl.token_ratio if level == "token" else jrl.sequence_ratio
+    stages = [
+        jrl.given_advantage(),
+        normalizer,
+        ratio(),
+        jrl.clip_surrogate(c["epsilon_low"], c["epsilon_high"]),
+    ]
+    where = near((logprob, behavior))
+    unclamped = None
+    fields = {}
+    if c["beta"]:
+        estimator = "k3_weighted" if c.get("use_bias_correction_kl") else "k3"
+        stages.append(jrl.penalize_kl(c["beta"], estimator=estimator))
+        unclamped = near((logprob, case["ref_per_token_logps"]))
+    if c.get("entropy_bonus"):
+        stages.append(jrl.reward_entropy(c["entropy_bonus"], normalize=jrl.normalize_by_token()))
+    fields["weight"] = given_weight(case, "importance_sampling_ratio", mask)
+    policy(
+        case,
+        stages,
+        mask,
+        logprob,
+        "grad_per_token_logps",
+        factor,
+        where,
+        entropy=case["entropies"] if case.given("entropies") else None,
+        advantage=case["advantages"],
+        logprob_behavior=behavior,
+        logprob_reference=case["ref_per_token_logps"] if case.given("ref_per_token_logps") else None,
+        unclamped=unclamped,
+        **fields,
+    )
+
+
+def trl_gspo_token(case):
+    c, mask = case.config, case["completion_mask"]
+    factor = counts_rows(case, mask)
+    stages = [
+        jrl.given_advantage(),
+        jrl.normalize_by_sequence(),
+        jrl.sequence_ratio_per_token(),
+        jrl.clip_surrogate(c["epsilon_low"], c["epsilon_high"]),
+    ]
+    fields = {"advantage": case["advantages"], "logprob_behavior": case["old_per_token_logps"]}
+    policy(case, stages, mask, case["per_token_logps"], "grad_per_token_logps", factor, **fields)
+
+
+def tunix_grpo(case):
+    c, mask = case.config, case["completion_mask"]
+    case.convention("float32")
+    normalizer, factor = tunix_aggregation(case, c["loss_agg_mode"], mask)
+    logprob, behavior = case["per_token_logps"], case["old_per_token_logps"]
+    where = near((logprob, behavior))
+    sequence = c["loss_algo"] == "gspo-token"
+    if sequence and not np.all(where[mask != 0]):  # it clips each token before pooling
+        case.convention("log_ratio_limit")
+        behavior = logprob - np.clip(logprob - behavior, -20.0, 20.0)
+    ratio = jrl.sequence_ratio_per_token if sequence else jrl.token_ratio
+    surrogate = jrl.clip_surrogate(c["epsilon"], c["epsilon_high"], dual=c.get("epsilon_c"))
+    stages = [jrl.given_advantage(), normalizer, ratio(), surrogate]
+    fields, unclamped = {}, None
+    if c["beta"]:
+        estimator = {"low_var_kl": "k3", "kl": "k1", "mse_kl": "k2"}[c["kl_loss_mode"]]
+        stages.append(jrl.penalize_kl(c["beta"], estimator=estimator))
+        unclamped = near((logprob, case["ref_per_token_logps"])) if estimator == "k3" else None
+        fields["logprob_reference"] = case["ref_per_token_logps"]
+    fields["weight"] = given_weight(case, "sampler_is_weights", mask)
+    policy(
+        case,
+        stages,
+        mask,
+        logprob,
+        "grad_per_token_logps",
+        factor,
+        where,
+        unclamped=unclamped,
+        advantage=case["advantages"],
+        logprob_behavior=behavior,
+        **fields,
+    )
+
+
+def tunix_ppo(case):
+    c, mask = case.config, case["completion_mask"]
+    logprob, behavior = case["per_token_logps"], case["old_per_token_logps"]
+    surrogate = jrl.clip_surrogate(c["epsilon_low"], c["epsilon_high"], dual=c["epsilon_c"])
+    stages = [jrl.given_advantage(), jrl.normalize_by_token(), jrl.token_ratio(), surrogate]
+    where = near((logprob, behavior))
+    fields = {}
+    if c["kl_coef"]:
+        case.convention("float32")
+        stages.append(jrl.penalize_kl(c["kl_coef"], estimator="k1"))
+        fields["logprob_reference"] = case["ref_per_token_logps"]
+    if c["entropy_coef"]:
+        stages.append(jrl.reward_entropy(c["entropy_coef"]))
+        fields["entropy"] = case["token_entropy"]
+    metrics = policy(
+        case,
+        stages,
+        mask,
+        logprob,
+        "grad_per_token_logps",
+        where=where,
+        advantage=case["advantages"],
+        logprob_behavior=behavior,
+        **fields,
+    )
+    case.same("clip fraction", metrics["clip_fraction"], case.out["aux"]["pg_clipfrac"])
+
+
+def rlax_clipped(case):
+    ratio, advantage = case["prob_ratios_t"], case["adv_t"]
+    eps = case.config["epsilon"]
+    mask = np.ones((1, len(ratio)))
+    stages = [
+        jrl.given_advantage(),
+        jrl.normalize_by_token(),
+        jrl.token_ratio(),
+        jrl.clip_surrogate(eps, eps),
+    ]
+    fields = {"advantage": advantage[None], "logprob_behavior": np.zeros((1, len(ratio)))}
+    value, grad, _ = loss(chain_of(*stages), mask, np.log(ratio)[None], **fields)
+    case.same("loss", value, case.out["loss"])
+    case.same("gradient", grad[0] / ratio, case.out["grad_ratio"])
+
+
+def rlax_policy_gradient(case):
+    logits, actions = case["logits"], case["a_t"].astype(int)
+    logprob = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(actions)), actions]
+    stages = [jrl.given_advantage(), jrl.normalize_by_token(), jrl.reinforce_surrogate()]
+    case.convention("weight_given")
+    fields = {"advantage": case["adv_t"][None], "weight": case["w_t"][None]}
+    value, _, _ = loss(chain_of(*stages), np.ones((1, len(actions))), logprob[None], **fields)
+    case.same("loss", value, case.out["loss"])
+
+
+# ---------------------------------------------------------------------- weights, penalties, rewards
+
+
+def verl_correction_weights(case):
+    c, mask = case.config, case["response_mask"]
+    if c["rollout_is_batch_normalize"]:
+        raise Later("weights over their mean")
+    importance(
+        case,
+        verl_weights(c["rollout_is"], c["rollout_is_threshold"]),
+        "old_log_prob",
+        "rollout_log_prob",
+        mask,
+        case.out["weights"],
+    )
+
+
+def importance(case, stage, proximal, behavior, mask, theirs):
+    mask = np.asarray(mask) != 0
+    q = case[proximal], case[behavior]
+    batch = batch_of(mask, advantage=np.ones(mask.shape), logprob_proximal=q[0], logprob_behavior=q[1])
+    (ours,) = prepared(chain_of(jrl.given_advantage(), stage, jrl.normalize_by_token()), batch, "weight")
+    where = mask & near(q)
+    if np.any(mask & ~where):
+        case.convention("log_ratio_limit")
+    theirs = array(theirs)
+    case.same("weight", ours, np.broadcast_to(theirs, mask.shape), where)
+
+
+def verl_rejection_mask(case):
+    c, mask = case.config, case["response_mask"] != 0
+    options = c["rollout_rs"].split(",")
+    thresholds = str(c["rollout_rs_threshold"]).split(",")
+    stages = [verl_rejection(o, t) for o, t in zip(options, thresholds, strict=True)]
+    fields = {"logprob_proximal": case["old_log_prob"], "logprob_behavior": case["rollout_log_prob"]}
+    batch = batch_of(mask, advantage=np.ones(mask.shape), **fields)
+    (ours,) = prepared(chain_of(jrl.given_advantage(), *stages, jrl.normalize_by_token()), batch, "counted")
+    case.same("mask", ours, case.out["mask"])
+
+
+def trl_importance(case):
+    c, mask = case.config, case["completion_mask"] != 0
+    level, action = c["mode"].split("_")
+    low, high = c["clip_min"], c["clip_max"]
+    if action == "truncate":
+        stage = jrl.truncate_importance(high, floor=low, level=level)
+    else:
+        stage = jrl.mask_importance(low, high, level=level)
+    importance(case, stage, "old_per_token_logps", "sampling_per_token_logps", mask, case.out["ratio"])
+
+
+def kl_values(case, estimator, logprob, reference, mask=None, limit=None, gradient=None):
+    mask = np.ones(logprob.shape) if mask is None else mask
+    chain = chain_of(jrl.normalize_by_token(), jrl.penalize_kl(1.0, estimator=estimator))
+    rows = logprob.ndim == 1
+    expand = (lambda x: x[None]) if rows else (lambda x: x)
+    value, grad = penalty_values(chain, expand(mask), expand(logprob), logprob_reference=expand(reference))
+    theirs = np.broadcast_to(expand(array(case.out["kl"])), value.shape)
+    where = near((expand(logprob), expand(reference))) & (expand(mask) != 0)
+    if limit is not None:
+        inside = np.abs(value) < limit
+        if not np.all(inside[where]):
+            case.convention("kl_clamped")
+        where = where & inside
+    case.same("kl", value, theirs, where, atol=1e-6 if "float32" in case.conventions else 1e-12)
+    if gradient is not None:
+        case.same("gradient", grad, expand(array(gradient)), where)
+
+
+ESTIMATORS = {
+    "k1": "k1",
+    "kl": "k1",
+    "k2": "k2",
+    "mse": "k2",
+    "mse_kl": "k2",
+    "k3": "k3",
+    "low_var_kl": "k3",
+    "k3+": "k3_straight_through",
+}
+
+
+def estimator_of(name):
+    if name not in ESTIMATORS:
+        raise Later("estimator")
+    return ESTIMATORS[name]
+
+
+def verl_kl(case):
+    kind = case.config["kl_penalty"]
+    limit = 10.0 if estimator_of(kind).startswith("k3") else None
+    kl_values(
+        case,
+        ESTIMATORS[kind],
+        case["logprob"],
+        case["ref_logprob"],
+        None,
+        limit,
+        case.out["grad_sum_kl_wrt_logprob"],
+    )
+
+
+def nemo_kl(case):
+    kl_values(case, case.config["kl_type"], case["logprobs"], case["logprobs_reference"], limit=10.0)
+
+
+def skyrl_kl(case):
+    estimator = estimator_of(case.config["kl_estimator_type"])
+    mask = case["loss_mask"] if case.given("loss_mask") else None
+    kl_values(
+        case, estimator, case["log_probs"], case["log_probs_base"], mask, 10.0 if estimator == "k3" else None
+    )
+
+
+def float32_kl(key, limit=None, names=("log_probs", "log_probs_base")):
+    def adapt(case):
+        case.convention("float32")
+        cap = limit(case.config) if limit else None
+        kl_values(case, estimator_of(case.config[key]), case[names[0]], case[names[1]], limit=cap)
+
+    return adapt
+
+
+def verl_kl_reward(case):
+    scores = case["token_level_scores"]
+    mask = np.ones(scores.shape)
+    fields = {"logprob_behavior": case["old_log_prob"], "logprob_reference": case["ref_log_prob"]}
+    batch = batch_of(mask, reward=scores, **fields)
+    chain = chain_of(
+        jrl.penalize_kl_in_reward(case.config["kl_ratio"]), jrl.returns_to_go(), jrl.normalize_by_token()
+    )
+    (ours,) = prepared(chain, batch, "reward")
+    case.same("reward", ours, case.out["rewards"])
+
+
+def openrlhf_kl_reward(case):
+    mask = case["action_mask"] != 0
+    fields = {"logprob_behavior": case["kl"], "logprob_reference": np.zeros(mask.shape)}
+    batch = batch_of(mask, reward=case["r"], **fields)
+    chain = chain_of(
+        jrl.penalize_kl_in_reward(case.config["kl_coef"]), jrl.returns_to_go(), jrl.normalize_by_token()
+    )
+    (ours,) = prepared(chain, batch, "reward")
+    case.same("reward", ours, case.out["reward"], mask)
+
+
+def overlong(out_key):
+    def adapt(case):
+        c = case.config
+        limit = next(v for k, v in c.items() if k.startswith("max"))
+        factor = next((v for k, v in c.items() if k.endswith("factor")), 1.0)
+        buffer = next(v for k, v in c.items() if k.startswith("overlong") and not k.endswith("factor"))
+        lengths = case["lengths"].astype(int)
+        mask = np.arange(lengths.max() + 1) < lengths[:, None]
+        base = case["rewards"] if case.given("rewards") else np.zeros(len(lengths))
+        batch = batch_of(mask, reward=base)
+        chain = chain_of(
+            jrl.shape_overlong(limit, buffer, factor), jrl.returns_to_go(), jrl.normalize_by_token()
+        )
+        (reward,) = prepared(chain, batch, "reward")
+        ours, theirs = reward.sum(axis=1), array(case.out[out_key])
+        if np.any(theirs - base < -factor):
+            case.convention("overlong_floor")
+        case.same("reward", ours, base + np.maximum(theirs - base, -factor), lengths > 0, atol=1e-6)
+
+    return adapt
+
+
+def verl_entropy(case):
+    mask, logits = case["response_mask"], case["logits"]
+    chain = chain_of(jrl.normalize_by_token(), jrl.reward_entropy(-1.0))
+    batch = batch_of(mask)
+
+    def total(logits):
+        logprobs = jax.nn.log_softmax(logits)
+        entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+        wide = jnp.zeros(batch.shape).at[: len(mask), 1 : 1 + mask.shape[1]].set(entropy)
+        output = jrl.PolicyOutput(logprob=jnp.zeros_like(wide), entropy=wide)
+        return jrl.transforms.loss(chain, output, batch)[0]
+
+    value, grad = jax.value_and_grad(total)(jnp.asarray(logits))
+    case.same("entropy", value, case.out["entropy_loss"])
+    case.same("gradient", grad, case.out["grad_logits"])
+
+
+# --------------------------------------------------------------------------------------------- metrics
+
+MONITOR = [jrl.given_advantage(), jrl.normalize_by_token(), jrl.token_ratio(), jrl.clip_surrogate()]
+
+
+def monitored(mask, current, behavior):
+    return loss(chain_of(*MONITOR), mask, current, logprob_behavior=behavior, advantage=np.ones(mask.shape))[
+        2
+    ]
+
+
+def verl_mismatch(case):
+    mask = case["response_mask"]
+    current, behavior = case["old_log_prob"], case["rollout_log_prob"]
+    ours = monitored(mask, current, behavior)
+    case.same("kl", ours["kl_behavior"], case.out["metrics"]["kl"])
+    if np.all(near((current, behavior))[mask != 0]):
+        case.same("k3", ours["kl_behavior_k3"], case.out["metrics"]["k3_kl"])
+
+
+def prime_mismatch(case):
+    current, behavior = case["trainer_logprobs"], case["inference_logprobs"]
+    ours = monitored(np.ones(current.shape), current, behavior)
+    case.convention("float32")
+    if np.all(near((current, behavior))):
+        case.same("k3", ours["kl_behavior_k3"], np.mean(array(case.out["mismatch_kl"])))
+        case.same("ratio", ours["ratio"], np.mean(array(case.out["importance_ratio"])))
+    case.same("k1", -ours["kl_behavior"], np.mean(array(case.out["log_importance_ratio"])))
+
+
+def tinker_mismatch(case):
+    ours = monitored(case["mask"], case["training_logprobs"], case["sampling_logprobs"])
+    case.convention("float32")
+    case.same("kl", ours["kl_behavior"], case.out["optim/kl_sample_train_v1"])
+
+
+# ------------------------------------------------------------------------------------------- the table
+
+ADAPTERS = {
+    ("areal", "kl_estimator"): float32_kl("kl_estimator", lambda c: 10.0 if c["apply_clamp"] else None),
+    ("areal", "masked_normalization"): areal_masked_norm,
+    ("areal", "normalization_advantages"): areal_token_norm,
+    ("areal", "normalization_rewards"): areal_rewards,
+    ("areal", "ppo_actor_loss_fn"): areal_policy,
+    ("areal", "reward_overlong_penalty"): overlong("rewards"),
+    ("maxrl", "compute_maxrl_outcome_advantage"): maxrl(1e-6),
+    ("nemo-rl", "ClippedPGLoss"): nemo_policy,
+    ("nemo-rl", "GRPOAdvantage"): nemo_grpo,
+    ("nemo-rl", "calculate_kl"): nemo_kl,
+    ("openrlhf", "PolicyLoss"): openrlhf_policy,
+    ("openrlhf", "SFTLoss"): openrlhf_sft,
+    ("openrlhf", "apply_overlong_penalty"): overlong("rewards"),
+    ("openrlhf", "compute_advantages_and_returns"): openrlhf_advantages,
+    ("openrlhf", "compute_approx_kl"): float32_kl("kl_estimator", lambda c: 10.0),
+    ("openrlhf", "compute_reward"): openrlhf_kl_reward,
+    ("openrlhf", "masked_normalize"): openrlhf_normalize,
+    ("prime-rl", "adv_grpo"): prime_grpo,
+    ("prime-rl", "adv_max_rl"): whole_rows(lambda case: [jrl.group_advantage(scale="mean", eps=0.0)]),
+    ("prime-rl", "mismatch_kl"): prime_mismatch,
+    ("rlax", "clipped_surrogate_pg_loss"): rlax_clipped,
+    ("rlax", "policy_gradient_loss"): rlax_policy_gradient,
+    ("skyrl", "adv_grpo"): token_rewards(
+        lambda c: [jrl.group_advantage(scale=scale_of(c["grpo_norm_by_std"]), eps=c["epsilon"])]
+    ),
+    ("skyrl", "adv_maxrl"): maxrl(1e-6),
+    ("skyrl", "adv_reinforce_pp"): skyrl_reinforce_pp,
+    ("skyrl", "adv_rloo"): token_rewards(lambda c: [jrl.leave_one_out_advantage()]),
+    ("skyrl", "compute_approx_kl"): skyrl_kl,
+    ("skyrl", "cross_entropy_loss"): skyrl_cross_entropy,
+    ("skyrl", "gspo_policy_loss"): skyrl_gspo,
+    ("skyrl", "importance_sampling_loss"): skyrl_importance,
+    ("skyrl", "loss_reduction"): skyrl_reduction,
+    ("skyrl", "ppo_policy_loss"): skyrl_ppo,
+    ("skyrl", "tinker_cross_entropy_loss"): tinker_cross_entropy,
+    ("skyrl", "tinker_importance_sampling_loss"): tinker_importance,
+    ("skyrl", "tinker_ppo_loss"): tinker_ppo,
+    ("slime", "advantages"): slime_advantages,
+    ("slime", "compute_approx_kl"): float32_kl(
+        "kl_loss_type", lambda c: 10.0 if c["kl_loss_type"] == "low_var_kl" else None
+    ),
+    ("slime", "policy_loss_function"): slime_policy,
+    ("slime", "post_process_rewards"): slime_rewards,
+    ("tinker-cookbook", "compute_kl_sample_train"): tinker_mismatch,
+    ("trl", "grpo_advantages"): trl_grpo_advantages,
+    ("trl", "grpo_compute_loss"): trl_policy,
+    ("trl", "gspo_token_compute_loss"): trl_gspo_token,
+    ("trl", "rloo_advantages"): trl_rloo_advantages,
+    ("trl", "vllm_is_ratio"): trl_importance,
+    ("tunix", "adv_drgrpo"): whole_rows(lambda case: [jrl.group_advantage(scale="none")]),
+    ("tunix", "adv_grpo"): whole_rows(lambda case: [jrl.group_advantage()]),
+    ("tunix", "adv_rloo"): whole_rows(lambda case: [jrl.leave_one_out_advantage()]),
+    ("tunix", "aggregate_loss"): tunix_aggregate,
+    ("tunix", "compute_kl_divergence"): float32_kl(
+        "method", lambda c: c["clamp_value"], names=("per_token_logps", "ref_per_token_logps")
+    ),
+    ("tunix", "grpo_loss_fn"): tunix_grpo,
+    ("tunix", "ppo_policy_loss_fn"): tunix_ppo,
+    ("verl", "adv_grpo"): token_rewards(
+        lambda c: [jrl.group_advantage(scale=scale_of(c["norm_adv_by_std_in_grpo"]), eps=c["epsilon"])]
+    ),
+    ("verl", "adv_grpo_vectorized"): in_float32(
+        token_rewards(
+            lambda c: [jrl.group_advantage(scale=scale_of(c["norm_adv_by_std_in_grpo"]), eps=c["epsilon"])]
+        )
+    ),
+    ("verl", "adv_reinforce_plus_plus"): verl_reinforce_pp,
+    ("verl", "adv_reinforce_plus_plus_baseline"): token_rewards(
+        lambda c: [jrl.group_advantage(scale="none"), jrl.whiten_advantage()], skip_single=False
+    ),
+    ("verl", "adv_rloo"): token_rewards(lambda c: [jrl.leave_one_out_advantage()]),
+    ("verl", "adv_rloo_vectorized"): token_rewards(lambda c: [jrl.leave_one_out_advantage()]),
+    ("verl", "agg_loss"): verl_agg_loss,
+    ("verl", "compute_rewards"): verl_kl_reward,
+    ("verl", "dapo_overlong_reward"): overlong("overlong_reward"),
+    ("verl", "entropy_loss"): verl_entropy,
+    ("verl", "kl_penalty"): verl_kl,
+    ("verl", "masked_whiten"): verl_whiten,
+    ("verl", "offpolicy_metrics"): verl_mismatch,
+    ("verl", "policy_loss_bypass_mode"): verl_bypass,
+    ("verl", "policy_loss_gpg"): verl_gpg,
+    ("verl", "policy_loss_gspo"): verl_gspo,
+    ("verl", "policy_loss_reinforce"): verl_reinforce,
+    ("verl", "policy_loss_vanilla"): verl_vanilla,
+    ("verl", "rollout_correction_weights"): verl_correction_weights,
+    ("verl", "rollout_rejection_mask"): verl_rejection_mask,
+}
+
+FUTURE = {(peer, function) for peer, functions in LATER.items() for function in functions.split()}
+
+
+def test_oracle_vectors_are_all_accounted_for():
+    """Every function of every file is either reproduced or listed as a later one, and none is both."""
+    assert vectors(), f"no *.jsonl in {FOLDER}"
+    assert not FUTURE & set(ADAPTERS)
+    unknown = sorted(set(vectors()) - FUTURE - set(ADAPTERS))
+    assert not unknown, f"neither in ADAPTERS nor in LATER: {unknown}"
+    reproduced = sum(len(v) for key, v in vectors().items() if key in ADAPTERS)
+    later = sum(len(v) for key, v in vectors().items() if key in FUTURE)
+    print(f"{reproduced} vectors of functions in scope, {later} of later functions")
+
+
+@pytest.mark.parametrize("key", sorted(k for k in vectors() if k in ADAPTERS), ids="__".join)
+def test_oracle(key):
+    """Each vector of a function: same value and gradient, or a named later configuration."""
+    failures, later, conventions, done = [], collections.Counter(), collections.Counter(), 0
+    with testing.float64():
+        for vector in vectors()[key]:
+            case = Case(vector)
+            try:
+                ADAPTERS[key](case)
+            except Later as reason:
+                later[str(reason)] += 1
+                continue
+            except AssertionError as error:
+                failures.append(str(error))
+                continue
+            if not case.compared:
+                failures.append(f"{case.name}: nothing was compared")
+            done += 1
+            conventions.update(set(case.conventions))
+    print(f"{'__'.join(key)}: {done} reproduced, later {dict(later)}, conventions {dict(conventions)}")
+    assert not failures, f"{len(failures)} of {len(vectors()[key])} vectors differ:\n" + "\n\n".join(
+        failures[:6]
+    )
