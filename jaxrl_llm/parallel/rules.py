@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,23 +73,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def _sharding(name: str, spec: ParamSpec, mesh: Mesh, rules: Rules) -> NamedSharding:
-    sharding = NamedSharding(mesh, partition_spec(spec.axes, rules))
-    for axis, size, entry in zip(spec.axes, spec.shape, sharding.spec, strict=True):
+    split = partition_spec(spec.axes, rules)
+    for axis, size, entry in zip(spec.axes, spec.shape, split, strict=True):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        shards = 1
-        for mesh_axis in names:
-            if mesh_axis not in mesh.shape:
-                raise ValueError(
-                    f"sharding rules: {axis!r} maps to {mesh_axis!r}, which is not an axis of the mesh "
-                    f"({', '.join(mesh.axis_names)})."
-                )
-            shards *= mesh.shape[mesh_axis]
+        lacking = [mesh_axis for mesh_axis in names if mesh_axis not in mesh.shape]
+        if lacking:
+            raise ValueError(
+                f"sharding rules: {axis!r} maps to {lacking[0]!r}, which is not an axis of the mesh "
+                f"({', '.join(mesh.axis_names)})."
+            )
+        shards = math.prod(mesh.shape[mesh_axis] for mesh_axis in names)
         if size % shards:
             raise ValueError(
                 f"sharding rules: parameter {name} has {size} entries along {axis!r}, which do not divide "
                 f"into {shards} shards of mesh axis {entry!r}. Choose another size for {entry!r}."
             )
-    return sharding
+    return NamedSharding(mesh, split)
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:

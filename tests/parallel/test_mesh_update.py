@@ -1,0 +1,88 @@
+"""One device = any mesh of eight: loss, metrics, gradient norm, parameters, scores."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm import recipes
+from jaxrl_llm.learner.score import make_score
+from jaxrl_llm.learner.state import init_state
+from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.params import init_params
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.types import TokenBatch
+
+GRPO = recipes.grpo()
+# Plain gradient descent: Adam would hide a gradient that is too large by a factor.
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+
+
+def _batch(B=13, T=16):
+    """Rows of very different lengths, one without any trained token; 13 divides by nothing."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([16, 4, 5, 16, 6, 3, 9, 16, 4, 4, 12, 7, 16])
+    columns = np.arange(T)
+    mask = (columns >= 2) & (columns < lengths[:, None])
+    mask[5] = False
+    return TokenBatch.from_rows(
+        rng.integers(3, 128, (B, T)),
+        mask,
+        group=np.arange(B) // 4,
+        reward=rng.integers(0, 2, B).astype(np.float32),
+        logprob_behavior=np.where(mask, -4.5, 0).astype(np.float32),
+        lengths=lengths,
+    )
+
+
+def _run(mesh, micro_batch_rows):
+    state = init_state(
+        init_params(TINY, jax.random.key(0)), OPTIMIZER, GRPO, key=jax.random.key(1), config=TINY, mesh=mesh
+    )
+    batch = _batch()
+    scores = np.asarray(make_score(TINY, mesh, micro_batch_rows=micro_batch_rows)(state.params, batch))
+    prepared, objective_state = make_prepare(GRPO, mesh)(batch, state.objective_state)
+    state = dataclasses.replace(state, objective_state=objective_state)
+    step = make_update_step(GRPO, TINY, OPTIMIZER, mesh, micro_batch_rows=micro_batch_rows)
+    state, metrics = step(state, prepared)
+    return state, {name: float(mean.value) for name, mean in metrics.items()}, scores
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    state, metrics, scores = _run(None, None)
+    return jax.tree.map(np.asarray, state.params), metrics, scores
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_rows"),
+    [((8, 1, 1), None), ((1, 8, 1), 8), ((2, 2, 2), 4)],
+    ids=["data8", "fsdp8", "2x2x2"],
+)
+def test_d01_d02_a_mesh_changes_no_number(one_device, sizes, micro_batch_rows):
+    """D01, D02: global denominator, no average over ranks; the norm is reported and clipped before any division."""
+    expected_params, expected, expected_scores = one_device
+    state, metrics, scores = _run(make_mesh(*sizes), micro_batch_rows)
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert metrics["grad_norm"] > 0.5  # so that clipping acts
+    np.testing.assert_allclose(scores, expected_scores, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(expected_params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-5)
+
+    gate = state.params["layers"]["gate"]
+    split = PartitionSpec(None, "fsdp" if sizes[1] > 1 else None, "tensor" if sizes[2] > 1 else None)
+    expected_sharding = NamedSharding(make_mesh(*sizes), split)
+    assert gate.sharding.shard_shape(gate.shape) == expected_sharding.shard_shape(gate.shape)
+
+
+def test_micro_batches_must_divide_over_the_mesh():
+    with pytest.raises(ValueError, match="micro_batch_rows=4 must be a positive multiple of 8"):
+        make_update_step(GRPO, TINY, OPTIMIZER, make_mesh(8), micro_batch_rows=4)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        make_score(TINY, make_mesh(4, 2), micro_batch_rows=12)
