@@ -1502,7 +1502,7 @@ def verl_entropy(case):
         output = jrl.PolicyOutput(logprob=jnp.zeros_like(wide), entropy=wide)
         return jrl.transforms.loss(chain, output, batch)[0]
 
-    value, grad = jax.value_and_grad(total)(jnp.asarray(logits))
+    value, grad = jax.jit(jax.value_and_grad(total))(jnp.asarray(logits))
     case.same("entropy", value, case.out["entropy_loss"])
     case.same("gradient", grad, case.out["grad_logits"])
 
