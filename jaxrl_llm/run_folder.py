@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl_llm.config import Config, as_data, flatten, load_config, parse_config
+from jaxrl_llm.config import Config, apply_overrides, as_data, flatten, load_config, parse_config
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 
@@ -80,22 +80,21 @@ def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]
     path = folder / "config.yaml"
     if not path.is_file():
         return given, []
-    own, now = as_data(load_config(path, overrides)), as_data(given)
-    if path.read_text().startswith(_NOTE):
-        whole = _with_secrets(own, now)
-        if whole == own:
-            raise InputError(
-                f"{path} holds *** in place of secrets, and the config that was given does not have them: "
-                "give the file that the run was started with."
-            )
-        own = whole
-    before, after = flatten(redact(own)), flatten(redact(now))
+    stored, now = as_data(load_config(path)), as_data(given)
+    whole = _with_secrets(stored, now)
+    if whole == stored and path.read_text().startswith(_NOTE):
+        raise InputError(
+            f"{path} holds *** in place of secrets, and the config that was given does not have them: "
+            "give the file that the run was started with."
+        )
+    own = parse_config(apply_overrides(whole, overrides), str(path))
+    before, after = flatten(redact(as_data(own))), flatten(redact(now))
     unused = [
         f"{key}: the run has {before.get(key)!r}, the file says {after.get(key)!r}; the run's value is kept."
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
-    return parse_config(own, str(path)), unused
+    return own, unused
 
 
 def _with_secrets(own: Any, given: Any) -> Any:

@@ -159,15 +159,18 @@ class Run:
         self.score = make_score(
             model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
         )
-        self.state = init_state(
-            model.params,
-            self.optimizer,
-            self.objective,
-            key=jax.random.key(config.seed),
-            reference="logprob_reference" in self.needed,
-            config=model.config,
-            mesh=self.mesh,
-        )
+        try:
+            self.state = init_state(
+                model.params,
+                self.optimizer,
+                self.objective,
+                key=jax.random.key(config.seed),
+                reference="logprob_reference" in self.needed,
+                config=model.config,
+                mesh=self.mesh,
+            )
+        except ValueError as error:  # shapes that the mesh does not divide
+            raise InputError(f"mesh: {error}") from None
         self.snapshots = SnapshotStore(
             folder / "snapshots", keep_last=config.snapshots.keep_last, keep_every=config.snapshots.keep_every
         )

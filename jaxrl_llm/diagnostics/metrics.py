@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.diagnostics.catalog import METRICS, describe_metric
-from jaxrl_llm.diagnostics.redact import hide_environment_secrets
+from jaxrl_llm.diagnostics.redact import hide_credentials
 from jaxrl_llm.diagnostics.resources import Timers, memory_metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Trajectory
@@ -355,7 +355,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, str):
-        return hide_environment_secrets(value)
+        return hide_credentials(value)
     return value
 
 

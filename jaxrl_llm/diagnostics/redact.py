@@ -10,7 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["REDACTED", "hide_environment_secrets", "redact", "redact_text", "secret_key"]
+__all__ = [
+    "REDACTED",
+    "hide_credentials",
+    "hide_environment_secrets",
+    "redact",
+    "redact_text",
+    "secret_key",
+]
 
 REDACTED = "***"
 
@@ -74,6 +81,15 @@ def hide_environment_secrets(text: str, environment: Mapping[str, str] | None = 
     return text
 
 
+def hide_credentials(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """`text` without secret environment variables and without the user part of URLs.
+
+    For prose, such as prompts and completions: `redact_text` would also blank out what looks like an assignment.
+    """
+    text = hide_environment_secrets(text, environment)
+    return _URL_USER.sub(lambda m: f"{m['scheme']}{REDACTED}@", text)
+
+
 def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
     """`text` without the values of secret environment variables, URL credentials and known key shapes.
 
@@ -81,8 +97,7 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
       text: a log line, a traceback, a command line.
       environment: variables to look for; default `os.environ`. A variable counts when `secret_key` says so.
     """
-    text = hide_environment_secrets(text, environment)
-    text = _URL_USER.sub(lambda m: f"{m['scheme']}{REDACTED}@", text)
+    text = hide_credentials(text, environment)
     text = _AUTHORIZATION.sub(lambda m: f"{m[1]} {REDACTED}", text)
     text = _KNOWN_SHAPES.sub(REDACTED, text)
 
