@@ -378,3 +378,24 @@ def test_broken_weights_end_rows_as_errors():
     params = {**model(), "final_norm": model()["final_norm"] * jnp.nan}
     outs = shared().generate(params, prompts((3, 9)), SamplingParams(max_tokens=4))
     assert [c.stop for c in outs] == [StopReason.ERROR] * 2 and all(len(c.tokens) == 0 for c in outs)
+
+
+def test_weights_sharded_over_a_mesh_give_the_same_logprobs():
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def shard(x):
+        axes = [None] * (x.ndim - 2) + ["fsdp", "tensor"] if x.ndim >= 2 else [None]
+        return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
+
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=24, mesh=mesh)
+    outs = sampler.generate(jax.tree.map(shard, model()), prompts((3, 20)), SamplingParams(max_tokens=12, n=2))
+    for c in outs:
+        np.testing.assert_allclose(c.logprobs, dense_logprobs(c), atol=1e-4)
+
+
+def test_nothing_is_transferred_implicitly():
+    sampler = shared()
+    sampling = SamplingParams(max_tokens=12, n=2)
+    want = sampler.generate(model(), prompts((3, 20)), sampling)
+    with jax.transfer_guard("disallow"):
+        assert same(want, sampler.generate(model(), prompts((3, 20)), sampling))
