@@ -15,6 +15,7 @@ from nbclient.exceptions import CellExecutionError
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab" / "quickstart.ipynb"
+PLOTLY = "application/vnd.plotly.v1+json"  # MIME type of a figure
 SECONDS = 300  # for a cell, and for the start of the kernel
 
 
@@ -103,7 +104,7 @@ def test_runs_from_top_to_bottom(run, tmp_path):
     # The figures hold the run's numbers.
     for name, curves in (("accuracy-curve", 5), ("training-curves", 6), ("time-split", 5)):
         cell = next(cell for cell in nb.cells if cell.id == name)
-        figures = [o.data["application/vnd.plotly.v1+json"] for o in cell.outputs if "data" in o]
+        figures = [o.data[PLOTLY] for o in cell.outputs if PLOTLY in o.get("data", {})]
         assert len(figures) == 1 and len(figures[0]["data"]) == curves
         assert all(len(trace["x"]) for trace in figures[0]["data"])
 
