@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.attention import segment_attention
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.ops.dense import dense
+from jaxrl_llm.ops.dense import DENSE, dense
 
 __all__ = [
     "Remat",
@@ -140,7 +140,7 @@ def forward(
         return x, None
 
     if remat:
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+        policy = jax.checkpoint_policies.save_only_these_names(DENSE) if remat == "dots" else None
         body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     x, _ = jax.lax.scan(body, embed(params, config, tokens), params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_norm_eps)
