@@ -32,6 +32,7 @@ from jaxrl_llm.transforms import (
     normalize_by_sequence,
     token_ratio,
 )
+from jaxrl_llm.transforms.dataflow import require
 from jaxrl_llm.transforms.evaluate import start_loss
 from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
@@ -60,10 +61,7 @@ VOCABULARY = 11
 @contextlib.contextmanager
 def float64() -> Iterator[None]:
     """Within it, JAX computes in float64."""
-    enable = getattr(jax, "enable_x64", None)
-    if enable is None:  # before jax 0.8
-        from jax.experimental import enable_x64 as enable
-    with enable(True):
+    with jax.enable_x64(True):
         yield
 
 
@@ -222,7 +220,7 @@ def _measure(
 ) -> Measured:
     """Loss, gradient and metrics of a *prepared* batch, summed over `parts` of it (default: in one)."""
     state = objective.init()
-    denominator = jnp.sum(batch.count)
+    denominator = jnp.sum(require("_measure", batch, "count"))
 
     def one(part: TokenBatch) -> tuple[Array, Array, LossOutput]:
         def scaled(p: Array) -> tuple[Array, LossOutput]:
@@ -237,11 +235,9 @@ def _measure(
         name: sum((r.metrics[name] for _, _, r in results[1:]), results[0][2].metrics[name])
         for name in results[0][2].metrics
     }
-    return (
-        sum(r[0] for r in results),
-        sum(r[1] for r in results),
-        {name: mean.value for name, mean in metrics.items()},
-    )
+    loss = jnp.sum(jnp.stack([r[0] for r in results]))
+    gradient = jnp.sum(jnp.stack([r[1] for r in results]), axis=0)
+    return loss, gradient, {name: mean.value for name, mean in metrics.items()}
 
 
 class _Setting:

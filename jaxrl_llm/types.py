@@ -200,13 +200,9 @@ class TokenBatch:
         return self.replace(weight=factor if self.weight is None else self.weight * factor)
 
     def log(self, name: str, value: Array, where: Array | None = None) -> TokenBatch:
-        """Records the mean of `value` f32[B, T] over the trained tokens (and `where`).
-
-        `where` may be bool[B, T], or f32[B, T] weights: 1 / (tokens of the trajectory) makes a value
-        that is constant over trajectories count once for each of them.
-        """
-        weight = jnp.where(self.mask, 1.0 if where is None else where, 0.0)
-        mean = Mean(jnp.where(weight == 0, 0.0, value) * weight, weight)
+        """Records the mean of `value` f32[B, T] over the trained tokens (and `where` bool[B, T])."""
+        where = self.mask if where is None else where & self.mask
+        mean = Mean(jnp.where(where, value, 0.0), where.astype(value.dtype))
         return self.replace(logged={**self.logged, name: mean})
 
     @classmethod

@@ -25,7 +25,7 @@ __all__ = [
     "Trajectories",
     "group_sum",
     "groups",
-    "last_of_trajectory",
+    "last_token",
     "sequence_max",
     "sequence_mean",
     "sequence_runs",
@@ -104,6 +104,7 @@ class Trajectories(NamedTuple):
     entry: Array  # i32[B, T], entry of each token
     length: Array  # f32[N], trained tokens; 0 = not a trajectory, or nothing of it is trained
     present: Array  # bool[N], length > 0
+    last: Array  # bool[B, T], its last trained token: a sum over these counts each trajectory once
 
     def sum(self, values: Array, mask: Array) -> Array:
         """f[N]: Σ over the masked tokens of each trajectory."""
@@ -117,16 +118,12 @@ class Trajectories(NamedTuple):
         """[B, T]: the value of its trajectory at each token."""
         return values[self.entry]
 
-    def once(self, mask: Array) -> Array:
-        """f32[B, T]: 1 / length at trained tokens, so that a sum over tokens counts trajectories."""
-        return keep(mask, quotient(jnp.ones_like(self.length), self.length)[self.entry])
-
 
 def trajectories(trajectory: Array, mask: Array) -> Trajectories:
     """The trajectories that have at least one masked token. Ids are arbitrary, in any rows."""
     index = _dense(trajectory)
     length = _sum(mask.astype(jnp.result_type(float)), index)
-    return Trajectories(index, length, length > 0)
+    return Trajectories(index, length, length > 0, _last(index, mask))
 
 
 class Groups(NamedTuple):
@@ -140,7 +137,6 @@ class Groups(NamedTuple):
     deviation: Array  # f[N], value - mean; exactly 0 where the group is constant
     square: Array  # f[N], Σ deviation² of the group
     constant: Array  # bool[N], all valid values are equal (a group of one is constant), or none is valid
-    members: Array  # f[N], trajectories in the group, valid or not
 
 
 def groups(values: Array, valid: Array, group: Array, mask: Array, each: Trajectories) -> Groups:
@@ -180,16 +176,18 @@ def groups(values: Array, valid: Array, group: Array, mask: Array, each: Traject
         deviation=deviation,
         square=total(deviation**2),
         constant=constant,
-        members=total(each.present.astype(values.dtype)),
     )
 
 
-def last_of_trajectory(trajectory: Array, mask: Array) -> Array:
-    """bool[B, T]: the last masked token of each trajectory, in row-major order."""
-    dense = _dense(trajectory)
+def _last(dense: Array, mask: Array) -> Array:
     place = jnp.arange(mask.size, dtype=jnp.int32).reshape(mask.shape)
     last = jnp.full((mask.size,), -1, jnp.int32).at[dense].max(jnp.where(mask, place, -1))
     return mask & (place == last[dense])
+
+
+def last_token(ids: Array, mask: Array) -> Array:
+    """bool[B, T]: the last masked token, in row-major order, of each trajectory or group."""
+    return _last(_dense(ids), mask)
 
 
 def suffix_scan(values: Array, factors: Array, trajectory: Array, mask: Array) -> Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.losses import advantages
 from jaxrl_llm.ops.numerics import keep, quotient
-from jaxrl_llm.ops.segments import Groups, Trajectories, groups, trajectories
+from jaxrl_llm.ops.segments import Groups, Trajectories, groups, last_token, trajectories
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import stage
 from jaxrl_llm.transforms.dataflow import require
@@ -47,11 +47,10 @@ def write_advantage(batch: TokenBatch, advantage: Array, signal: Array) -> Token
 
 def log_groups(batch: TokenBatch, each: Trajectories, stats: Groups) -> TokenBatch:
     """Logs, by group: `group_no_signal` (fraction with nothing to learn from) and `group_reward_std`."""
-    # Each trained token carries its share of its group, so that the shares of a group add up to 1.
-    share = each.once(batch.mask) * each.spread(quotient(jnp.ones_like(stats.members), stats.members))
+    once = last_token(batch.group, batch.mask)
     std = jnp.sqrt(quotient(stats.square, jnp.maximum(stats.size - 1.0, 1.0)))
-    batch = batch.log("group_no_signal", each.spread(stats.constant.astype(share.dtype)), share)
-    return batch.log("group_reward_std", each.spread(std), share)
+    batch = batch.log("group_no_signal", each.spread(stats.constant.astype(std.dtype)), once)
+    return batch.log("group_reward_std", each.spread(std), once)
 
 
 @stage(reads=(), writes=("batch.advantage",))

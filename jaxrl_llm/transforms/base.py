@@ -52,7 +52,7 @@ STAGES: dict[str, Callable[..., LossTransform]] = {}
 """Every stage that exists: {name: factory}. Filled by `stage`; error texts and configs read it."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StageInfo:
     """What a stage says about itself."""
 
@@ -73,7 +73,7 @@ class StageInfo:
         return f"{alias}{self.stage}({shown})"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ChainInfo:
     """The stages of a chain, in order. Iterating gives their `StageInfo`."""
 

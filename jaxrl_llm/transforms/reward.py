@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.losses import divergences, rewards
 from jaxrl_llm.ops.numerics import keep
-from jaxrl_llm.ops.segments import last_of_trajectory, trajectories
+from jaxrl_llm.ops.segments import trajectories
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import stage
 from jaxrl_llm.transforms.dataflow import require
@@ -30,9 +30,8 @@ def shape_overlong(limit: int, buffer: int, penalty: float = 1.0):
         each = trajectories(batch.trajectory, batch.mask)
         shaped = each.spread(rewards.overlong_penalty(each.length, limit, buffer, penalty))
         shaped = keep(batch.mask & batch.reward_valid, shaped)
-        last = last_of_trajectory(batch.trajectory, batch.mask)
-        batch = batch.replace(reward=batch.reward + keep(last, shaped))
-        return batch.log("overlong_penalty", shaped, each.once(batch.mask))
+        batch = batch.replace(reward=batch.reward + keep(each.last, shaped))
+        return batch.log("overlong_penalty", shaped, each.last)
 
     return prepare
 

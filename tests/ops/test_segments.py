@@ -40,7 +40,7 @@ def test_sequence_sum_is_row_local():
 def group_statistics(values, valid, group, trajectory, mask):
     each = segments.trajectories(trajectory, mask)
     stats = segments.groups(each.sum(values, mask), each.any(valid, mask), group, mask, each)
-    return [each.spread(x) for x in (stats.size, stats.mean, stats.deviation, stats.constant, stats.members)]
+    return [each.spread(x) for x in (stats.size, stats.mean, stats.deviation, stats.constant)]
 
 
 def test_groups_count_trajectories_once_whatever_their_length():
@@ -49,11 +49,8 @@ def test_groups_count_trajectories_once_whatever_their_length():
     group = jnp.array([[77] * 3, [77] * 3, [77, 0, 0]])
     mask = jnp.array([[1, 1, 1], [1, 1, 1], [1, 0, 0]], bool)
     values = jnp.array([[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [3.0, np.nan, 0.0]])
-    size, mean, deviation, constant, members = group_statistics(
-        values, jnp.ones_like(mask), group, trajectory, mask
-    )
+    size, mean, deviation, constant = group_statistics(values, jnp.ones_like(mask), group, trajectory, mask)
     np.testing.assert_allclose(size[mask], 2)
-    np.testing.assert_allclose(members[mask], 2)
     np.testing.assert_allclose(mean[mask], 2)
     np.testing.assert_allclose(deviation[mask], [-1] * 6 + [1])
     assert not np.any(constant[mask])
@@ -64,10 +61,8 @@ def test_groups_leave_out_what_has_no_value():
     mask = jnp.ones((3, 3), bool)
     values = jnp.array([[1.0, 0, 0], [0, 0, 0], [2.0, 0, 0]])
     valid = jnp.array([[1] * 3, [0] * 3, [1] * 3], bool)
-    size, mean, deviation, _, members = group_statistics(
-        values, valid, jnp.zeros((3, 3), int), trajectory, mask
-    )
-    assert float(size[0, 0]) == 2 and float(members[0, 0]) == 3 and float(mean[0, 0]) == 1.5
+    size, mean, deviation, _ = group_statistics(values, valid, jnp.zeros((3, 3), int), trajectory, mask)
+    assert float(size[0, 0]) == 2 and float(mean[0, 0]) == 1.5
     np.testing.assert_allclose(deviation[:, 0], [-0.5, 0, 0.5])
 
 
@@ -76,15 +71,15 @@ def test_n02_equal_values_are_constant_and_deviate_by_exactly_zero(value, count)
     values = jnp.full((count, 1), value, jnp.float32)
     ids = jnp.arange(count)[:, None]
     mask = jnp.ones((count, 1), bool)
-    _, mean, deviation, constant, _ = group_statistics(values, mask, ids * 0, ids, mask)
+    _, mean, deviation, constant = group_statistics(values, mask, ids * 0, ids, mask)
     assert np.all(deviation == 0) and np.all(constant)
     assert np.all(mean == np.float32(value))
 
 
-def test_last_of_trajectory():
+def test_last_token():
     trajectory = jnp.array([[5, 5, 5, 2], [2, 2, 9, 9]])
     mask = jnp.array([[0, 1, 1, 1], [1, 0, 0, 0]], bool)
-    np.testing.assert_array_equal(segments.last_of_trajectory(trajectory, mask), [[0, 0, 1, 0], [1, 0, 0, 0]])
+    np.testing.assert_array_equal(segments.last_token(trajectory, mask), [[0, 0, 1, 0], [1, 0, 0, 0]])
 
 
 def test_suffix_scan_crosses_masked_spans_and_sequences():

@@ -1,0 +1,131 @@
+"""Recipes: what they are made of, what they need, and one update of each pinned against its formula."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrl_llm as jrl
+from jaxrl_llm import recipes, testing
+
+REQUIRED = {"dr_grpo": {"limit": 12}}
+
+
+def build(name, **arguments):
+    return recipes.RECIPES[name](**REQUIRED.get(name, {}), **arguments)
+
+
+def names(objective):
+    return [info.name for info in objective.info]
+
+
+def test_every_recipe_is_public_and_documented():
+    assert set(recipes.RECIPES) == set(recipes.__all__) - {"RECIPES"}
+    for name, recipe in recipes.RECIPES.items():
+        assert recipe is getattr(jrl, name) and "arXiv" in recipe.__doc__ or "Williams" in recipe.__doc__
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_default_recipe_needs_no_extra_forward_pass(name):
+    objective = build(name)
+    jrl.transforms.check_complete(objective)
+    assert jrl.needs(objective) == frozenset()
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_zero_and_none_leave_the_stage_out(name):
+    parameters = inspect.signature(recipes.RECIPES[name]).parameters
+    optional = [p for p in ("kl_coef", "entropy_coef", "importance_cap", "overlong_limit") if p in parameters]
+    for value in (0, None):
+        assert names(build(name, **dict.fromkeys(optional, value))) == names(build(name))
+    more = {p: 4 if p == "overlong_limit" else 0.5 for p in optional}
+    if "importance_cap" in optional and "anchor" in parameters:
+        more["anchor"] = "proximal"
+    assert len(names(build(name, **more))) == len(names(build(name))) + len(optional)
+
+
+def test_stages_of_the_recipes():
+    assert names(jrl.grpo()) == ["group_advantage", "normalize_by_sequence", "token_ratio", "clip_surrogate"]
+    assert names(jrl.dapo(overlong_limit=20, filter_truncated=True)) == [
+        "shape_overlong",
+        "group_advantage",
+        "drop_truncated",
+        "normalize_by_token",
+        "token_ratio",
+        "clip_surrogate",
+    ]
+    buffer = next(iter(jrl.dapo(overlong_limit=20480).info)).arguments["buffer"]
+    assert buffer == 4096  # the paper's
+
+
+BATCH_FIELDS = dict(lengths=[4, 3, 2, 4], reward=[1.0, 0.0, 0.0, 1.0], group=[0, 0, 1, 1])
+
+
+def one_batch():
+    mask = np.zeros((4, 6), bool)
+    for row, length in zip(mask, BATCH_FIELDS["lengths"], strict=True):
+        row[1 : 1 + length] = True
+    rng = np.random.default_rng(3)
+    behavior = -rng.random(mask.shape)
+    current = behavior + 0.3 * rng.normal(size=mask.shape)
+    batch = jrl.TokenBatch.from_rows(
+        np.zeros(mask.shape, int),
+        mask,
+        reward=BATCH_FIELDS["reward"],
+        group=BATCH_FIELDS["group"],
+        logprob_behavior=behavior,
+    )
+    return batch, current, behavior, mask
+
+
+def numpy_loss(name, lp, mu, m):
+    """Each algorithm as its paper writes it, with loops over sequences and tokens."""
+    n = m.sum(axis=1)
+    std = np.sqrt(0.5)  # of {0, 1} with ddof 1
+    centred = np.array([0.5, -0.5, -0.5, 0.5])
+    advantage = centred / (std + 1e-6)
+
+    def clip(r, a, low, high):
+        return max(-a * r, -a * np.clip(r, 1 - low, 1 + high))
+
+    rows = range(4)
+    tokens = [[t for t in range(6) if m[b, t]] for b in rows]
+    ratio = np.exp(lp - mu)
+    if name == "grpo":
+        return np.mean(
+            [np.mean([clip(ratio[b, t], advantage[b], 0.2, 0.2) for t in tokens[b]]) for b in rows]
+        )
+    if name == "dapo":
+        return sum(clip(ratio[b, t], advantage[b], 0.2, 0.28) for b in rows for t in tokens[b]) / n.sum()
+    if name == "dr_grpo":
+        return sum(clip(ratio[b, t], centred[b], 0.2, 0.2) for b in rows for t in tokens[b]) / (4 * 12)
+    if name in ("gspo", "gspo_token"):
+        s = [np.exp(np.mean([lp[b, t] - mu[b, t] for t in tokens[b]])) for b in rows]
+        return np.mean([clip(s[b], advantage[b], 3e-4, 4e-4) for b in rows])
+    if name == "rloo":
+        return np.mean([sum(-2 * centred[b] * lp[b, t] for t in tokens[b]) for b in rows])
+    returns = np.array([1.0, 0.0, 0.0, 1.0])[:, None] * m
+    values = returns[m]
+    white = (returns - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8)
+    return sum(-white[b, t] * lp[b, t] for b in rows for t in tokens[b]) / n.sum()
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_recipe_equals_its_paper(name):
+    """Value against loops in NumPy, gradient against central differences of them, in float64."""
+    with testing.float64():
+        batch, lp, mu, mask = one_batch()
+        objective = build(name)
+        function = jax.value_and_grad(lambda lp: jrl.transforms.loss(objective, lp, batch)[0])
+        options = {"xla_backend_optimization_level": 0}
+        value, gradient = jax.jit(function, compiler_options=options)(jnp.asarray(lp))
+        np.testing.assert_allclose(value, numpy_loss(name, lp, mu, mask), rtol=1e-9)
+        h, expected = 1e-6, np.zeros_like(lp)
+        for b, t in np.argwhere(mask):
+            up, down = lp.copy(), lp.copy()
+            up[b, t] += h
+            down[b, t] -= h
+            expected[b, t] = (numpy_loss(name, up, mu, mask) - numpy_loss(name, down, mu, mask)) / (2 * h)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-9)
