@@ -161,7 +161,7 @@ class TestTheChecksFindViolations:
             return loss.scale_weight(loss.logprob / jnp.mean(jnp.abs(loss.logprob)))
 
         with pytest.raises(AssertionError, match="split"):
-            testing.assert_split_invariant(bad(apply, writes=("loss.weight",)))
+            testing.assert_split_invariant(bad(apply, writes=("loss.weight",)), splits=((4, 4),))
 
     def test_metric_that_is_a_mean_of_rows(self):
         def apply(loss, batch):
@@ -170,7 +170,7 @@ class TestTheChecksFindViolations:
             return loss.replace(metrics={**loss.metrics, "wrong": jrl.Mean(total, jnp.float64(1.0))})
 
         with pytest.raises(AssertionError, match="split.*metrics"):
-            testing.assert_split_invariant(bad(apply, writes=("loss.metrics",)))
+            testing.assert_split_invariant(bad(apply, writes=("loss.metrics",)), splits=((4, 4),))
 
     def test_reading_under_the_mask(self):
         def apply(loss, batch):

@@ -180,7 +180,6 @@ def stats(values):
         deviation=values - values.mean(),
         square=jnp.full(values.shape, jnp.sum((values - values.mean()) ** 2)),
         constant=jnp.full(values.shape, bool(values.min() == values.max())),
-        members=jnp.full(values.shape, n),
     )
 
 
