@@ -362,6 +362,19 @@ def verl_reinforce_pp(case):
     case.same("returns", to_go, case.out["returns"], mask)
 
 
+def verl_reinforce_pp_baseline(case):
+    reward, mask = case["token_level_rewards"].sum(axis=1), case["response_mask"]
+    group = group_ids(case, len(reward))
+    stages = [jrl.group_advantage(scale="none"), jrl.whiten_advantage()]
+    if len(set(group)) < len(group) and min(collections.Counter(group).values()) == 1:
+        # its group of one keeps R, which the whitening spreads over all: only that is compared
+        case.convention("group_of_one")
+        mean = np.array([reward[group == g].mean() if np.sum(group == g) > 1 else 0.0 for g in group])
+        whitened(case, (reward - mean)[:, None] * np.ones(mask.shape), mask, case.out["advantages"], 1, 1e-8)
+        return
+    advantages(case, stages, reward, group, mask, case.out["advantages"])
+
+
 def skyrl_reinforce_pp(case):
     mask = case["response_mask"] != 0
     gaps = np.any(np.diff(np.pad(mask, ((0, 0), (1, 0))).astype(int), axis=1).clip(0).sum(axis=1) > 1)
@@ -1613,9 +1626,7 @@ ADAPTERS = {
         )
     ),
     ("verl", "adv_reinforce_plus_plus"): verl_reinforce_pp,
-    ("verl", "adv_reinforce_plus_plus_baseline"): token_rewards(
-        lambda c: [jrl.group_advantage(scale="none"), jrl.whiten_advantage()], skip_single=False
-    ),
+    ("verl", "adv_reinforce_plus_plus_baseline"): verl_reinforce_pp_baseline,
     ("verl", "adv_rloo"): token_rewards(lambda c: [jrl.leave_one_out_advantage()]),
     ("verl", "adv_rloo_vectorized"): token_rewards(lambda c: [jrl.leave_one_out_advantage()]),
     ("verl", "agg_loss"): verl_agg_loss,
