@@ -65,7 +65,11 @@ def run_bench(
     if what != "iteration":
         return {**results[what], **load}
     seconds = {key: sum(r[key] for r in results.values()) for key in ("seconds", "floor_seconds")}
-    out: dict[str, Any] = {**seconds, "ratio_to_floor": seconds["seconds"] / seconds["floor_seconds"], "dtype": dtype}
+    out: dict[str, Any] = {
+        **seconds,
+        "ratio_to_floor": seconds["seconds"] / seconds["floor_seconds"],
+        "dtype": dtype,
+    }
     out["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in results.values())
     for name, figures in results.items():
         out |= {f"{name}/{key}": value for key, value in figures.items()}

@@ -51,7 +51,9 @@ class ModelConfig:
             )
         for name in ("dtype", "head_dtype"):
             value = getattr(self, name)
-            if value not in ("float32", "bfloat16", "float64") and not (name == "head_dtype" and value is None):
+            if value not in ("float32", "bfloat16", "float64") and not (
+                name == "head_dtype" and value is None
+            ):
                 raise ValueError(f"model config: {name} must be float32 or bfloat16, got {value!r}.")
 
     @property

@@ -388,7 +388,9 @@ def test_weights_sharded_over_a_mesh_give_the_same_logprobs():
         return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
 
     sampler = Sampler(TINY, slots=4, page_size=8, pages=24, mesh=mesh)
-    outs = sampler.generate(jax.tree.map(shard, model()), prompts((3, 20)), SamplingParams(max_tokens=12, n=2))
+    outs = sampler.generate(
+        jax.tree.map(shard, model()), prompts((3, 20)), SamplingParams(max_tokens=12, n=2)
+    )
     for c in outs:
         np.testing.assert_allclose(c.logprobs, dense_logprobs(c), atol=1e-4)
 
