@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -313,7 +312,7 @@ def test_data_that_cannot_be_used(refused, tmp_path, text, parts, items):
 
 def test_prompts_that_are_too_long_are_skipped_and_counted(jaxrl, tmp_path):
     data = tmp_path / "data.jsonl"
-    data.write_text(rows(*(f"{c} word" for c in "abcdef"), "x" * 80, "y" * 90))
+    data.write_text(rows(*(f"{c} word and more" for c in "abcdef"), "x" * 80, "y" * 90))
     sets = [
         f"task.name=jsonl:{data}",
         "task.args.held_out=0.0",
@@ -486,70 +485,73 @@ def test_help_and_errors_as_a_process(tmp_path):
 SECRETS = ("hf_FAKE123", "fakekey456", ":pw@")
 
 
-def test_x04_secrets_reach_neither_the_run_folder_nor_the_output(tmp_path):
-    """A whole run, one that is refused and one that crashes, as processes with secrets around them."""
-    crash = (
-        "import sys, jaxrl_llm.train as loop\n"
-        "def learn(*_): raise RuntimeError('no route to http://user:pw@host with fakekey456')\n"
-        "if sys.argv[1] == 'crash': loop.Run.learn = learn\n"
-        "from jaxrl_llm.cli import main\n"
-        "main(sys.argv[2:])"
-    )
-    environment = {
-        **os.environ,
-        "HF_TOKEN": "hf_FAKE123",
-        "WANDB_API_KEY": "fakekey456",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-    }
-    system = "task.system=ask http://user:pw@host"
-
-    def run(kind, name, *sets):
-        arguments = [part for item in ("steps=2", "evaluation.items=0", *sets) for part in ("--set", item)]
-        return subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                crash,
-                kind,
-                "train",
-                str(TINY_YAML),
-                "--run",
-                str(tmp_path / name),
-                *arguments,
-            ],
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-
-    whole = run("whole", "whole", system)
-    assert whole.returncode == 0, whole.stderr
-    crashed = run("crash", "crashed", system)
-    assert crashed.returncode == 1 and "RuntimeError: no route to http://***@host" in crashed.stderr
-    refused = run("whole", "refused", "model.source=http://user:pw@host/model")
-    assert refused.returncode == 2 and "unknown scheme http://" in refused.stderr
-    unknown = run("whole", "unknown", "logger.api_key=fakekey456")
-    assert unknown.returncode == 2 and "logger" in unknown.stderr
-
-    for done in (whole, crashed, refused, unknown):
-        for secret in SECRETS:
-            assert secret not in done.stdout + done.stderr
-    files = [p for p in tmp_path.rglob("*") if p.is_file()]
-    assert any(p.name == "config.yaml" for p in files) and any("snapshots" in p.parts for p in files)
-    for path in files:
-        content = path.read_bytes()
-        for secret in SECRETS:
-            assert secret.encode() not in content, path
+@pytest.fixture
+def secrets_around(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_FAKE123")
+    monkeypatch.setenv("WANDB_API_KEY", "fakekey456")
 
 
-def test_x04_a_run_with_a_secret_in_its_config_is_resumed_with_it(jaxrl, tmp_path, capsys):
+def hidden(text):
+    for secret in SECRETS:
+        assert secret not in text
+
+
+def test_x04_secrets_reach_neither_the_run_folder_nor_the_output(
+    jaxrl, secrets_around, tmp_path, monkeypatch
+):
+    """A run whose prompts hold a secret and that crashes with one in the traceback."""
+    learn = loop.Run.learn
+
+    def learning(self, batch):
+        if self.version == 1:
+            raise RuntimeError("no route to http://user:pw@host with fakekey456")
+        return learn(self, batch)
+
+    monkeypatch.setattr(loop.Run, "learn", learning)
     folder = tmp_path / "run"
-    sets = ("steps=1", "evaluation.items=0", "task.system=ask http://user:pw@host")
+    sets = ("snapshots.every=1", "evaluation.items=0", "task.system=http://user:pw@host")
+    arguments = [part for item in sets for part in ("--set", item)]
+    monkeypatch.setattr(sys, "argv", ["jaxrl", "train", *arguments])  # what run.json records
+    code, out, err = jaxrl("train", TINY_YAML, "--run", folder, *arguments)
+    assert code == 1
+    assert "Traceback" in err and "RuntimeError: no route to http://***@host with ***" in err
+    hidden(out + err)
+    code, out, err = jaxrl("report", folder)
+    assert code == 0
+    hidden(out + err)
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    names = {p.name for p in files}
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "run.json", "report.html"} <= names
+    assert any("snapshots" in p.parts for p in files)
+    for path in files:
+        hidden(path.read_bytes().decode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.source=http://user:pw@host/model",
+        "logger.api_key=fakekey456",
+        "task.name=jsonl:http://user:pw@host/data",
+        "model.dtype=fakekey456",
+        "objective=hf_FAKE123",
+    ],
+)
+def test_x04_messages_about_bad_input_hold_no_secret(
+    jaxrl, secrets_around, nothing_starts, tmp_path, setting
+):
+    code, out, err = jaxrl("train", TINY_YAML, "--run", tmp_path / "run", "--set", setting)
+    assert code == 2 and err.startswith("jaxrl: ")
+    hidden(out + err)
+
+
+def test_x04_a_run_with_a_secret_in_its_config_is_resumed_with_it(jaxrl, tmp_path):
+    folder = tmp_path / "run"
+    sets = ("steps=1", "evaluation.items=0", "rollout.stop=['http://user:pw@host']")
     arguments = [part for item in sets for part in ("--set", item)]
     assert jaxrl("train", TINY_YAML, "--run", folder, *arguments)[0] == 0
-    assert load_config(folder / "config.yaml").task.system == "ask http://***@host"
-    # With its own config.yaml the run would go on with another system turn: refused.
+    assert load_config(folder / "config.yaml").rollout.stop == ("http://***@host",)
+    # With its own config.yaml the run would go on with another stop string: refused.
     code, _, err = jaxrl("train", folder / "config.yaml", "--run", folder, "--resume", "--set", "steps=2")
     assert code == 2 and "the file that the run was started with" in err
     original = [*arguments, "--set", "steps=2"]

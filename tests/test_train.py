@@ -213,14 +213,17 @@ def test_stopped_again_and_again_it_is_the_same_run(whole, start, monkeypatch, a
 def test_k01_k05_resuming_anywhere_in_finite_data_with_a_schedule(tmp_path):
     """8 prompts, 2 a step: an epoch ends at step 4. Warm-up over 4 updates to 1e-3, then constant."""
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"say {c}", "answer": c}) + "\n" for c in "abcdefghi"))
+    data.write_text(
+        "".join(json.dumps({"prompt": f"say the letter {c}", "answer": c}) + "\n" for c in "abcdefghi")
+    )
     text = f"""
         steps: 8
         objective: {{recipe: grpo, entropy_coef: 0.1}}
         model: {{source: tiny, max_context: 64}}
         task: {{name: "jsonl:{data}", args: {{held_out: 0.1}}}}
-        rollout: {{prompts: 2, group_size: 8, max_tokens: 2}}
+        rollout: {{prompts: 2, group_size: 32, max_tokens: 2}}
         sampler: {{slots: 16}}
+        learner: {{micro_batch_rows: 32}}
         optimizer: {{learning_rate: 1e-3, warmup_updates: 4}}
         evaluation: {{items: 0}}
         snapshots: {{every: 1, keep_last: 8}}
@@ -411,7 +414,6 @@ def test_several_updates_a_step_with_a_reference_and_resumed(tmp_path):
         "objective={recipe: grpo, kl_coef: 0.05}",
         "learner.minibatches=2",
         "learner.epochs=2",
-        "learner.micro_batch_rows=16",
         "steps=4",
     )
     folder = run_to_the_end(config, tmp_path / "run")
@@ -437,7 +439,11 @@ def test_several_updates_a_step_with_a_reference_and_resumed(tmp_path):
 
 def test_proximal_anchor_equals_behavior_when_on_policy(whole, start):
     """One update on fresh samples: proximal and behavior are the same policy, so the runs agree."""
-    _, folder = start(short("objective={recipe: grpo, anchor: proximal, importance_cap: 2.0}", "steps=3"))
+    _, folder = start(
+        short(
+            "objective={recipe: grpo, anchor: proximal, importance_cap: 2.0}", "steps=3", "snapshots.every=0"
+        )
+    )
     for mine, theirs in zip(figures(folder)[1:], figures(whole)[1:4], strict=True):
         assert mine["optimizer/grad_norm"] == pytest.approx(theirs["optimizer/grad_norm"], abs=1e-4)
         assert mine["reward/mean"] == theirs["reward/mean"]
@@ -497,7 +503,7 @@ def task_with(monkeypatch):
 
 def test_d07_rewards_that_are_all_zero_change_nothing(task_with, start):
     task_with(lambda text: Score(0.0, {}, "never"))
-    config = short("task.name=strange", "optimizer.learning_rate=0.1", "snapshots.keep_last=9", "steps=3")
+    config = short("task.name=strange", "steps=3")
     code, folder = start(config)
     assert code == 0
     rows = figures(folder)[1:]

@@ -53,9 +53,7 @@ def coin(monkeypatch):
 @pytest.fixture
 def run(coin, tmp_path):
     """A run that has done one train step."""
-    config = load_config(
-        TINY_YAML, ["task.name=coin", "rollout.temperature=0.8", "steps=3", "rollout.prompts=4"]
-    )
+    config = load_config(TINY_YAML, ["task.name=coin", "rollout.temperature=0.8", "steps=3"])
     run = loop.Run(config, tmp_path / "run", resume=False)
     with run.snapshots:
         batch, _, _ = run.rollout(None)

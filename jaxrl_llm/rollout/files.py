@@ -77,6 +77,10 @@ def read_jsonl(
       InputError: the file cannot be read or has no rows; a line is no JSON object, or a field is missing or
         wrong (with the line number).
     """
+    if "://" in str(path):
+        raise InputError(
+            f"data file {path}: addresses are not read; download it and give the path of the file."
+        )
     path = pathlib.Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # any line ends become line feeds
