@@ -75,7 +75,7 @@ def run(tmp_path):
             startup_timeout=SECONDS,
             resources={"metadata": {"path": str(folder)}},
         )
-        client.execute()
+        client.execute(cleanup_kc=True)  # else the kernel of a given manager would go on
         return nb
 
     return execute
