@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import sys
 import traceback
 from typing import Annotated, Any, Literal
@@ -210,12 +211,14 @@ def _run_folder(args: Train) -> pathlib.Path:
     if args.run is not None:
         return pathlib.Path(args.run)
     name = pathlib.Path(args.config).stem
-    taken = [p for p in pathlib.Path("runs").glob(f"{name}*") if (p / "config.yaml").is_file()]
+    own = re.compile(re.escape(name) + r"(-\d+)?")  # not tiny_async for tiny
+    there = [p for p in pathlib.Path("runs").glob("*") if own.fullmatch(p.name)]
     if args.resume:
+        taken = [p for p in there if (p / "config.yaml").is_file()]
         if not taken:
             raise InputError(f"--resume: there is no run of {name} in runs/. Give its folder with --run.")
         return max(taken, key=lambda p: (p / "config.yaml").stat().st_mtime)
-    names, number = {p.name for p in pathlib.Path("runs").glob(f"{name}*")}, 1
+    names, number = {p.name for p in there}, 1
     while (name if number == 1 else f"{name}-{number}") in names:
         number += 1
     return pathlib.Path("runs") / (name if number == 1 else f"{name}-{number}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+from typing import Any
 
 __all__ = ["EXIT_STOPPED", "StopRequest", "StoppedError"]
 
@@ -15,13 +17,18 @@ class StoppedError(Exception):
 
 
 class StopRequest:
-    """SIGINT and SIGTERM ask the loop to stop where a snapshot can be saved; a second SIGINT stops at once."""
+    """SIGINT and SIGTERM ask the loop to stop where a snapshot can be saved; a second SIGINT stops at once.
+
+    Outside the main thread signals cannot be caught: nothing asks there.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

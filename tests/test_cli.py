@@ -355,6 +355,9 @@ def test_without_a_folder_runs_are_numbered(jaxrl, nothing_starts, tmp_path, mon
         assert jaxrl("train", TINY_YAML)[0] == 0
         pathlib.Path(name).mkdir(parents=True)
         pathlib.Path(name, "config.yaml").write_text("")
+    for other in ("runs/tiny_async", "runs/tiny-wide"):  # newer, but of other configs
+        pathlib.Path(other).mkdir()
+        pathlib.Path(other, "config.yaml").write_text("")
     assert jaxrl("train", TINY_YAML, "--resume")[0] == 0
     assert asked == ["runs/tiny", "runs/tiny-2", "runs/tiny-2"]
 

@@ -1,5 +1,6 @@
 """The training loop on the tiny model: it learns, it repeats, it stops and goes on, it survives."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -23,7 +24,7 @@ from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout import task as tasks
 from jaxrl_llm.snapshots.store import SnapshotStore
-from jaxrl_llm.stopping import EXIT_STOPPED
+from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.train import train
 
 TINY_YAML = pathlib.Path(__file__).parents[1] / "configs" / "tiny.yaml"
@@ -208,6 +209,28 @@ def test_stopped_again_and_again_it_is_the_same_run(whole, start, monkeypatch, a
     code, folder = start(short(), resume=True)
     assert code == 0
     same_run(folder, whole)
+
+
+def test_a_second_ctrl_c_stops_at_once_and_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        stop.check()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # a scheduler may send it twice
+        with pytest.raises(StoppedError):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_outside_the_main_thread_nothing_is_caught():
+    def stop_requested():
+        with StopRequest() as stop:
+            return stop.asked
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(stop_requested).result() is False
 
 
 def test_k01_k05_resuming_anywhere_in_finite_data_with_a_schedule(tmp_path):
