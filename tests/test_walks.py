@@ -328,7 +328,7 @@ def test_sampler_and_learner_agree_on_every_token_of_a_real_model():
         model.tokenizer.chat([{"role": "user", "content": text}], add_generation_prompt=True)
         for text in texts
     ]
-    sampler = jrl.Sampler(model.config, slots=8, pages=40, page_size=16, tokenizer=model.tokenizer)
+    sampler = jrl.Sampler(model.config, slots=8, pages=26, page_size=16, tokenizer=model.tokenizer)
     sampling = SamplingParams(max_tokens=72, temperature=0.9, n=4, seed=11)
     outs = sampler.generate(model.params, prompts, sampling)
     assert sampler.stats.preemptions > 0 and sampler.stats.resumptions > 0 and sampler.stats.prefix_hits > 0
