@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 __all__ = ["reported"]
 
@@ -20,17 +19,19 @@ class _OrbaxLogs(logging.Filter):
         return record.levelno >= self.limit or "orbax" not in record.pathname
 
 
-_LOGS = _OrbaxLogs()
-logging.getLogger("absl").addFilter(_LOGS)  # for good: background threads log whenever they like
-
-
-def _origin(event: Any) -> str:
-    """File of the code that an unraisable exception comes from."""
-    code = getattr(event.object, "cr_code", None)  # a coroutine
-    trace = event.exc_traceback
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """False for what asyncio logs when an abandoned task of Orbax, whose error was reported, is freed."""
+    trace = record.exc_info[2] if record.exc_info else None
     while trace is not None:
-        code, trace = trace.tb_frame.f_code, trace.tb_next
-    return code.co_filename if code is not None else ""
+        if "orbax" in trace.tb_frame.f_code.co_filename:
+            return False
+        trace = trace.tb_next
+    return "orbax" not in record.getMessage()
+
+
+_LOGS = _OrbaxLogs()
+logging.getLogger("asyncio").addFilter(_not_of_orbax)
+logging.getLogger("absl").addFilter(_LOGS)  # for good: background threads log whenever they like
 
 
 @contextmanager
@@ -40,16 +41,10 @@ def reported() -> Iterator[None]:
     After a failed read TensorStore calls back into an event loop that Orbax has closed, and abandoned
     coroutines are freed; Python reports both through `sys.unraisablehook`.
     """
+    # The hook is called from threads of TensorStore that hold no reference to it: a function of ours, freed when
+    # this ends, crashed the interpreter. A builtin that ignores its argument is never freed.
     hook = sys.unraisablehook
-
-    def late_echo(event: Any) -> None:
-        closed_loop = isinstance(event.exc_value, RuntimeError) and "Event loop is closed" in str(
-            event.exc_value
-        )
-        if not closed_loop and "orbax" not in _origin(event):
-            hook(event)
-
-    _LOGS.limit, sys.unraisablehook = logging.CRITICAL + 1, late_echo
+    _LOGS.limit, sys.unraisablehook = logging.CRITICAL + 1, id
     try:
         yield
     finally:
