@@ -107,6 +107,9 @@ class LearnerSettings:
     )
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
     pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
+    # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
+    # a group is then computed once a row. Worth it when prompts are longer than completions.
+    row_tokens: Positive | None = None
 
 
 @_section
@@ -342,6 +345,17 @@ def _relations(c: Config) -> list[str]:
         out.append(
             f"learner.minibatches: {c.learner.minibatches} does not divide the {rows} rows of a train step "
             f"(rollout.prompts {c.rollout.prompts} x rollout.group_size {c.rollout.group_size})."
+        )
+    packed = c.learner.row_tokens
+    if packed and packed < c.model.max_context:
+        out.append(
+            f"learner.row_tokens: rows of {packed} tokens cannot hold a sequence of model.max_context "
+            f"{c.model.max_context}; raise the one or lower the other."
+        )
+    if packed and c.learner.minibatches > c.learner.micro_batch_rows:
+        out.append(
+            f"learner.minibatches: {c.learner.minibatches} minibatches of packed rows (learner.row_tokens) need "
+            f"learner.micro_batch_rows of at least as many, not {c.learner.micro_batch_rows}."
         )
     new = c.rollout.max_tokens or 1
     if new >= c.model.max_context:

@@ -203,6 +203,7 @@ class Run:
         batch = pack(
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
+            row_tokens=config.learner.row_tokens,
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,

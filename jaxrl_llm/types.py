@@ -149,7 +149,11 @@ class TokenBatch:
 
     tokens: Array  # i32[B, T]
     positions: Array  # i32[B, T], position of the token in its own sequence (for RoPE)
-    segments: Array  # i32[B, T], tokens attend to earlier tokens of the same segment; 0 = padding
+    # i32[B, T], which earlier tokens of its row a token attends to: those of the same segment. 0 = padding.
+    # A segment < 0 is a shared prefix: the segments > 0 that follow it, up to the next prefix or padding, are
+    # its family and attend to it too. So a row holds the prompt of a group once, before its completions; each
+    # begins with the last prompt token, where its first token is predicted.
+    segments: Array
     sequence: Array  # i32[B, T], id unique in the batch; a sequence is contiguous within one row
     trajectory: Array  # i32[B, T], id unique in the batch
     group: Array  # i32[B, T], trajectories of one prompt share it

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.attention import segment_attention
+from jaxrl_llm.models.attention import segment_attention, visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import DENSE, dense
 
@@ -125,15 +125,17 @@ def forward(
 
     Args:
       params: the tree of `parameter_specs`.
-      tokens, positions, segments: i32[B, T]; a token attends to itself and to earlier tokens of its row
-        with the same segment id; 0 is padding.
+      tokens, positions, segments: i32[B, T]; which tokens of a row see each other is said in
+        `TokenBatch.segments`.
       remat: recompute each layer in the backward pass instead of keeping its activations; "dots" keeps the
         outputs of its products with weights and recomputes the cheap rest.
     """
     rope = rope_tables(config, positions)
 
+    visible = visible_tokens(segments)
+
     def attend(q, k, v):
-        return segment_attention(q, k, v, segments), None
+        return segment_attention(q, k, v, visible), None
 
     def body(x, layer):
         x, _ = decoder_layer(layer, config, x, rope, attend)

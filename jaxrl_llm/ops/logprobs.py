@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
 from jaxrl_llm.types import PolicyOutput, TokenBatch
@@ -223,10 +224,9 @@ def head_logprobs(
 
 
 def segment_positions(segments: Array) -> Array:
-    """i32[B, T]: the index of each token in its own contiguous segment."""
-    columns = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
-    starts = jnp.where(_continues(segments), 0, columns)
-    return columns - jax.lax.cummax(starts, axis=1)
+    """i32[B, T]: the index of each token in its own sequence, shared prefix included; 0 at padding."""
+    seen = jnp.sum(visible_tokens(segments), axis=-1, dtype=jnp.int32)
+    return jnp.where(segments == 0, 0, seen - 1)
 
 
 def _continues(segments: Array) -> Array:
@@ -334,8 +334,8 @@ def token_logprobs(
     Args:
       params, config: of the model; `config.dtype` is the precision of the products.
       tokens: i32[B, T], NumPy or JAX.
-      segments: i32[B, T]; tokens see earlier tokens of the same segment; 0 is padding. Default: each row is
-        one sequence.
+      segments: i32[B, T]; tokens see earlier tokens of the same segment; 0 is padding; negative ids are shared
+        prefixes, see `TokenBatch.segments`. Default: each row is one sequence.
       temperature: positive; a number, f32[B] or f32[B, T]. The logits are divided by it.
       positions: i32[B, T], for the rotary embedding. Default: counted from the start of each segment.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,8 +27,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     for index, length in enumerate(lengths):
         if length > capacity:
             raise ValueError(
-                f"pack: trajectory {index} has {length} tokens, a row holds row_tokens={capacity}. Raise row_tokens, "
-                "or sample fewer tokens."
+                f"first_fit: entry {index} has length {length}, more than a row holds: {capacity}."
             )
         row = next((r for r, free in enumerate(room) if free >= length), len(rows))
         if row == len(rows):
@@ -37,6 +36,54 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         rows[row].append(index)
         room[row] -= length
     return rows
+
+
+class _Family(NamedTuple):
+    """Trajectories that follow each other in a row and share their first tokens."""
+
+    prefix: int  # tokens that are laid out once; 0 = none
+    members: list[int]
+    tokens: int  # places that the family takes in a row
+
+
+def _common_prefix(trajectories: Sequence[Trajectory]) -> int:
+    """Tokens that can be laid out once for all of these: none is trained, and each keeps one before its first.
+
+    The last token in common stays with every member, because the first token after it is predicted there.
+    """
+    if len(trajectories) == 1:
+        return 0
+    first = trajectories[0].tokens
+    longest = min(len(t.tokens) - 1 for t in trajectories)
+    for t in trajectories:
+        trained = np.flatnonzero(t.mask)
+        longest = min(longest, int(trained[0]) - 1 if trained.size else longest)
+        different = np.flatnonzero(t.tokens[: max(longest, 0)] != first[: max(longest, 0)])
+        longest = min(longest, int(different[0]) - 1 if different.size else longest)
+    return max(longest, 0)
+
+
+def _families(trajectories: Sequence[Trajectory], row_tokens: int) -> list[_Family]:
+    """The trajectories of each group as families that fit into a row, longest members first."""
+    by_group: dict[int, list[int]] = {}
+    for index, t in enumerate(trajectories):
+        if len(t.tokens) > row_tokens:
+            raise ValueError(
+                f"pack: trajectory {index} has {len(t.tokens)} tokens, a row holds row_tokens={row_tokens}. Raise "
+                "row_tokens, or sample fewer tokens."
+            )
+        by_group.setdefault(t.group, []).append(index)
+    families = []
+    for members in by_group.values():
+        prefix = _common_prefix([trajectories[i] for i in members])
+        members = sorted(members, key=lambda i: -len(trajectories[i].tokens))
+        own = [len(trajectories[i].tokens) - prefix for i in members]
+        for fit in first_fit(own, row_tokens - prefix):
+            if prefix and len(fit) > 1:
+                families.append(_Family(prefix, [members[i] for i in fit], prefix + sum(own[i] for i in fit)))
+            else:
+                families += [_Family(0, [members[i]], prefix + own[i]) for i in fit]
+    return families
 
 
 def _check(trajectories: Sequence[Trajectory]) -> None:
@@ -78,8 +125,9 @@ def pack(
       pad_to_multiple: tokens; T is rounded up to a multiple, so that few shapes are compiled.
       rows_multiple: B is rounded up to a multiple with rows of padding, which count nowhere.
       pad_id: written where there is no token.
-      row_tokens: None = one trajectory a row. Otherwise several trajectories share a row of at most so many
-        tokens (first fit, longest first), each a segment of its own with positions from 0.
+      row_tokens: None = one trajectory a row. Otherwise rows of so many tokens hold several trajectories, each
+        a segment of its own, and the prompt that members of a group have in common is laid out once, before
+        them, as a shared prefix (see `TokenBatch.segments`). The gradient is the same; attention costs T² a row.
       parts: names of reward parts that the batch carries as streams in `rewards`.
 
     The reward sits on the last trained token of its trajectory. It is not valid, and 0, when it is None or
@@ -97,13 +145,16 @@ def pack(
             f"pack: pad_to_multiple and rows_multiple must be at least 1, got {pad_to_multiple}, {rows_multiple}."
         )
     _check(trajectories)
-    lengths = [len(t.tokens) for t in trajectories]
     if row_tokens is None:
-        rows = [[i] for i in range(len(trajectories))]
+        rows = [[_Family(0, [i], len(t.tokens))] for i, t in enumerate(trajectories)]
+        width = max(family.tokens for (family,) in rows)
     else:
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # stable: ties in the given order
-        rows = [[order[i] for i in row] for row in first_fit([lengths[i] for i in order], row_tokens)]
-    width = max(sum(lengths[i] for i in row) for row in rows)
+        families = _families(trajectories, row_tokens)
+        families.sort(key=lambda family: -family.tokens)  # stable: ties in the given order
+        fits = first_fit([family.tokens for family in families], row_tokens)
+        # A sequence with a prompt of its own comes before the families of its row: it must not see their prefix.
+        rows = [sorted((families[i] for i in row), key=lambda family: family.prefix > 0) for row in fits]
+        width = row_tokens
     T = -(-width // pad_to_multiple) * pad_to_multiple
     B = -(-len(rows) // rows_multiple) * rows_multiple
 
@@ -123,36 +174,47 @@ def pack(
     for t in trajectories:
         groups.setdefault(t.group, len(groups))
 
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, index in enumerate(members, start=1):
-            t = trajectories[index]
-            at = (row, slice(start, start + lengths[index]))
-            trained = np.array(t.mask, bool)
-            trained[0] = False
-            last = start + int(np.flatnonzero(trained)[-1]) if trained.any() else None
-            tokens[at] = t.tokens
-            positions[at] = np.arange(lengths[index])
-            segments[at] = segment
-            trajectory[at] = index
-            group[at] = groups[t.group]
-            mask[at] = trained
-            version[at] = np.where(t.mask, t.version, -1)
-            kv_version[at] = np.where(t.mask, t.kv_version, -1)
-            logprob[at] = np.where(trained, t.logprob, 0.0)
-            temperature[at] = t.temperature
-            truncated[at] = t.truncated
-            if t.reward is not None and last is not None:
-                valid[at] = True
-                reward[row, last] = t.reward
-                for name, stream in streams.items():
-                    if name not in t.rewards:
-                        raise ValueError(
-                            f"pack: trajectory {index} (prompt {t.prompt.uid}) has no reward part {name!r}; it has "
-                            f"{', '.join(t.rewards) or 'none'}."
-                        )
-                    stream[row, last] = t.rewards[name]
-            start += lengths[index]
+    for row, row_families in enumerate(rows):
+        start, segment = 0, 0
+        for number, family in enumerate(row_families, start=1):
+            first = family.members[0]
+            if family.prefix:
+                at = (row, slice(start, start + family.prefix))
+                tokens[at] = trajectories[first].tokens[: family.prefix]
+                positions[at] = np.arange(family.prefix)
+                segments[at] = -number
+                start += family.prefix
+            for index in family.members:
+                t = trajectories[index]
+                own = slice(family.prefix, None)  # the tokens that are not in the prefix
+                length = len(t.tokens) - family.prefix
+                segment += 1
+                at = (row, slice(start, start + length))
+                trained = np.array(t.mask[own], bool)
+                trained[0] = False
+                last = start + int(np.flatnonzero(trained)[-1]) if trained.any() else None
+                tokens[at] = t.tokens[own]
+                positions[at] = np.arange(family.prefix, len(t.tokens))
+                segments[at] = segment
+                trajectory[at] = index
+                group[at] = groups[t.group]
+                mask[at] = trained
+                version[at] = np.where(t.mask, t.version, -1)[own]
+                kv_version[at] = np.where(t.mask, t.kv_version, -1)[own]
+                logprob[at] = np.where(trained, t.logprob[own], 0.0)
+                temperature[at] = t.temperature
+                truncated[at] = t.truncated
+                if t.reward is not None and last is not None:
+                    valid[at] = True
+                    reward[row, last] = t.reward
+                    for name, stream in streams.items():
+                        if name not in t.rewards:
+                            raise ValueError(
+                                f"pack: trajectory {index} (prompt {t.prompt.uid}) has no reward part {name!r}; it has "
+                                f"{', '.join(t.rewards) or 'none'}."
+                            )
+                        stream[row, last] = t.rewards[name]
+                start += length
 
     arrays: dict[str, Any] = {
         "tokens": tokens,

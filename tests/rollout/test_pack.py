@@ -6,9 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import recipes
+from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.ops.logprobs import policy_output
 from jaxrl_llm.rollout.pack import first_fit, pack
+from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import Prompt, StopReason, TokenBatch, Trajectory
 
 
@@ -205,3 +208,101 @@ def test_t08_packed_and_padded_rows_give_the_same_log_probs(tiny_params):
     for padded, packed in zip(*logprobs, strict=True):
         np.testing.assert_allclose(padded, packed, atol=1e-5)
         assert len(padded) and (padded < 0).all()
+
+
+# ------------------------------------------------------------------------------ prompts that are shared
+
+
+def grouped(prefix=(4, 9, 5, 6), seed=0):
+    """Two groups of three with their own prompt, completions of 1 to 4 tokens; one group of one."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for group, prompt in enumerate((prefix, (7, 7, 8), (3, 3))):
+        for i in range(3 if group < 2 else 1):
+            completion = rng.integers(10, 120, 1 + int(rng.integers(4))).tolist()
+            out.append(make(list(prompt), completion, group=group, reward=float(i == 0)))
+    return out
+
+
+def test_the_prompt_of_a_group_is_laid_out_once():
+    a = make([5, 6, 7], [8, 9], reward=1.0)
+    b = make([5, 6, 7], [10], reward=0.0)
+    batch = host(pack([a, b], learner_version=0, pad_to_multiple=1, row_tokens=9))
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 7, 10, 0, 0]]
+    assert batch.segments.tolist() == [[-1, -1, 1, 1, 1, 2, 2, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 0]]
+    assert batch.mask[0].astype(int).tolist() == [0, 0, 0, 1, 1, 0, 1, 0, 0]
+    assert batch.trajectory[0, 2:7].tolist() == [0, 0, 0, 1, 1]
+    assert not {0, 1} & set(batch.trajectory[0, [0, 1, 7, 8]])
+    assert batch.logprob_behavior[0].tolist() == [0, 0, 0, -4, -5, 0, -4, 0, 0]
+    assert batch.reward[0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
+
+
+def test_a_prompt_of_its_own_comes_before_the_families_of_its_row():
+    batch = host(pack(grouped(), learner_version=0, row_tokens=64))
+    assert batch.shape == (1, 64)
+    segments = batch.segments[0]
+    alone = np.flatnonzero(batch.trajectory[0] == 6)
+    assert alone[0] == 0 and (segments[alone] == 1).all()
+    assert {int(s) for s in segments if s < 0} == {-2, -3}
+
+
+def test_only_what_every_member_conditions_on_is_shared():
+    same = dict(group=0)
+    # A trained token among the common ones, prompts that differ at once, members that are prompt only.
+    middle = np.array([False, False, True, False, True])
+    tokens = np.array([5, 6, 7, 8, 9], np.int32)
+    turns = [make([5, 6, 7, 8], [9], **same, mask=middle) for _ in range(2)]
+    assert all((t.tokens == tokens).all() for t in turns)
+    shared = host(pack(turns, learner_version=0, pad_to_multiple=1, row_tokens=20))
+    assert (shared.segments < 0).sum() == 1  # token 2 is trained: token 1 predicts it, token 0 is shared
+    different = [make([5, 6], [7], **same), make([6, 5], [7], **same)]
+    assert not (host(pack(different, learner_version=0, row_tokens=20)).segments < 0).any()
+    short = [make([5], [7], **same), make([5], [8], **same)]
+    assert not (host(pack(short, learner_version=0, row_tokens=20)).segments < 0).any()
+    bare = [make([5, 6, 7], [], **same), make([5, 6, 7], [8], **same)]
+    batch = host(pack(bare, learner_version=0, pad_to_multiple=1, row_tokens=20))
+    assert (batch.segments < 0).sum() == 2 and batch.mask.sum() == 1
+
+
+def test_a_group_that_does_not_fit_a_row_repeats_its_prompt():
+    trajectories = [make([5, 6, 7, 8], [9 + i, 20 + i], reward=1.0) for i in range(5)]
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=1, row_tokens=9))
+    assert batch.shape == (3, 9) and (batch.segments < 0).sum(axis=1).tolist() == [3, 3, 0]
+    assert batch.mask.sum() == 10 and sorted(set(batch.trajectory[batch.mask])) == [0, 1, 2, 3, 4]
+
+
+def test_who_sees_whom_in_a_tree():
+    segments = np.array([[1, -1, -1, 2, 2, 3, -2, 4, 0, 5]])
+    seen = [set(np.flatnonzero(row)) for row in np.asarray(visible_tokens(segments))[0]]
+    assert seen == [{0}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 5}, {6}, {6, 7}, {8}, {9}]
+
+
+@pytest.mark.parametrize("row_tokens", [14, 24, 64])
+@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+def test_shared_prompts_change_no_gradient(tiny_params, recipe, row_tokens):
+    """One row a completion, and trees of any width: the same loss, metrics and gradients."""
+    config = dataclasses.replace(TINY, dtype="float32")
+    objective = recipes.dr_grpo(limit=4) if recipe == "dr_grpo" else getattr(recipes, recipe)()
+    results = []
+    for rows in (None, row_tokens):
+        batch = pack(grouped(), learner_version=5, pad_to_multiple=8, row_tokens=rows, rows_multiple=2)
+        batch = dataclasses.replace(
+            batch, logprob_behavior=np.where(batch.mask, -4.5, 0.0).astype(np.float32)
+        )
+        batch, state = objective.prepare(batch, objective.init())
+
+        def loss(params, batch=batch, state=state):
+            output = policy_output(params, config, batch, entropy="detached")
+            result = evaluate(objective, output, batch, state)
+            return result.loss_sum / result.denominator, result.metrics
+
+        results.append(jax.value_and_grad(loss, has_aux=True)(tiny_params))
+    ((ours, metrics), grads), ((tree, tree_metrics), tree_grads) = results
+    np.testing.assert_allclose(ours, tree, rtol=1e-5, atol=1e-6)
+    assert max(float(abs(g).max()) for g in jax.tree.leaves(grads)) > 1e-3
+    for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(tree_grads), strict=True):
+        np.testing.assert_allclose(g, h, atol=2e-6)
+    assert metrics.keys() == tree_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value.value, tree_metrics[name].value, atol=1e-5, err_msg=name)
