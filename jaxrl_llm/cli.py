@@ -119,7 +119,7 @@ class Bench:
     """Tokens per prompt."""
     new_tokens: int = 128
     """New tokens per sample."""
-    micro_batch_rows: int = 16
+    micro_batch_rows: int = 8
     """Rows per forward and backward pass of the update."""
     repeats: int = 1
     """Measurements after the first, compiling call; the best is reported."""

@@ -103,7 +103,7 @@ class LearnerSettings:
     epochs: Positive = 1  # passes over the rollout batch
     micro_batch_rows: Positive = 16  # rows per forward and backward pass
     remat: Literal["none", "dots", "full"] = (
-        "dots"  # backward pass recomputes nothing | all but products | layers
+        "full"  # backward pass recomputes nothing | all but products | layers
     )
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
     pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled

@@ -79,7 +79,7 @@ def bench_update(
     prompt_tokens: int = 64,
     dtype: str = "float32",
     micro_batch_rows: int = 8,
-    remat: Remat = "dots",
+    remat: Remat = True,
     chunk: int | None = None,
     repeats: int = 2,
 ) -> dict[str, Any]:

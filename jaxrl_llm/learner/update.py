@@ -51,11 +51,15 @@ def apply_gradients(
 
     A skipped step leaves parameters, moments and the count of the schedule as they are and adds 1 to `skipped`.
     """
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(usable, new, old), (params, opt_state), (state.params, state.opt_state)
-    )
+
+    def once(carry):
+        _, params, opt_state = carry
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return jnp.zeros((), bool), optax.apply_updates(params, updates), opt_state
+
+    # A loop of one turn or none works in place; selecting between old and new would keep both in memory.
+    carry = (usable, state.params, state.opt_state)
+    _, params, opt_state = jax.lax.while_loop(lambda carry: carry[0], once, carry)
     skipped = state.skipped + jnp.where(usable, 0, 1).astype(jnp.int32)
     return dataclasses.replace(state, params=params, opt_state=opt_state, skipped=skipped)
 
@@ -115,12 +119,16 @@ def make_update_step(
         skipped              1 when the step was skipped
         trained_tokens       tokens with a gradient
         logprob_gap_max      largest |current - behavior| of a trained token (nats), with behavior log-probs
+        ratio_min, ratio_max smallest and largest current / anchor of a trained token; the anchor is the proximal
+                             policy where the batch has its log-probs, else the behavior policy
     """
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
 
-    def run_policy(params, micro):
+    accumulate = policy is None and remat is True
+
+    def run_policy(params, micro, gradient_sums=None):
         if policy is not None:
             return policy(params, micro)
         return policy_output(
@@ -131,6 +139,7 @@ def make_update_step(
             remat=remat,
             chunk=chunk,
             blocks=shards,
+            gradient_sums=gradient_sums,
         )
 
     def pinned(tree, shardings):
@@ -142,27 +151,30 @@ def make_update_step(
         rows = micro_batch_rows or batch.shape[0]
         split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
 
-        def loss_sum(params, slices):
+        def loss_sum(params, slices, gradient_sums=None):
             micro = rebuild(slices)
-            output = run_policy(params, micro)
+            output = run_policy(params, micro, gradient_sums)
             result = evaluate(objective, output, micro, state.objective_state)
             return result.loss_sum, (result, _extremes(output, micro))
 
-        def gradients(slices):
-            grads, outputs = jax.grad(loss_sum, has_aux=True)(state.params, slices)
+        gradients = jax.grad(loss_sum, has_aux=True)
+
+        def add(sums, slices):
+            grads, outputs = gradients(state.params, slices, sums["layers"] if accumulate else None)
+            if accumulate:  # the layers, nearly all of the parameters, come back added up
+                rest = {name: sums[name] for name in sums if name != "layers"}
+                rest = jax.tree.map(jnp.add, rest, {name: grads[name] for name in rest})
+                grads = {**rest, "layers": grads["layers"]}
+            else:
+                grads = jax.tree.map(jnp.add, sums, grads)
             return pinned(grads, param_shardings), outputs
 
-        if split[0].shape[0] == 1:  # no second gradient tree in memory
-            grads, outputs = gradients([x[0] for x in split])
-            outputs = jax.tree.map(lambda x: x[None], outputs)
+        if split[0].shape[0] == 1:
+            grads, outputs = gradients(state.params, [x[0] for x in split])
+            grads, outputs = pinned(grads, param_shardings), jax.tree.map(lambda x: x[None], outputs)
         else:
-
-            def body(total, slices):
-                grads, outputs = gradients(slices)
-                return jax.tree.map(jnp.add, total, grads), outputs
-
             zeros = pinned(jax.tree.map(jnp.zeros_like, state.params), param_shardings)
-            grads, outputs = jax.lax.scan(body, zeros, split)
+            grads, outputs = jax.lax.scan(add, zeros, split)
         results, extremes = outputs
         total, denominator, metrics = jax.tree.map(
             lambda x: jnp.sum(x, axis=0), (results.loss_sum, results.denominator, results.metrics)
@@ -185,7 +197,7 @@ def make_update_step(
             "grad_norm": _scalar(grad_norm),
             "skipped": _scalar(~usable),
             "trained_tokens": _scalar(jnp.sum(batch.mask)),
-            **{name: _scalar(jnp.max(value)) for name, value in extremes.items()},
+            **_merge_extremes(extremes),
         }
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:
@@ -207,8 +219,26 @@ class UpdateStep:
 
 
 def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
-    """Figures that merge by the maximum."""
-    if micro.logprob_behavior is None:
+    """Figures that merge by the maximum (`_max`) or the minimum (`_min`)."""
+    anchor = micro.logprob_behavior if micro.logprob_proximal is None else micro.logprob_proximal
+    if anchor is None:
         return {}
-    gap = jnp.where(micro.mask, jnp.abs(output.logprob - micro.logprob_behavior), 0.0)
-    return {"logprob_gap_max": jax.lax.stop_gradient(jnp.max(gap))}
+    logprob = jax.lax.stop_gradient(output.logprob)
+    log_ratio = logprob - anchor
+    out = {
+        "ratio_max": jnp.exp(jnp.max(jnp.where(micro.mask, log_ratio, -jnp.inf))),
+        "ratio_min": jnp.exp(jnp.min(jnp.where(micro.mask, log_ratio, jnp.inf))),
+    }
+    if micro.logprob_behavior is not None:
+        gap = jnp.where(micro.mask, jnp.abs(logprob - micro.logprob_behavior), 0.0)
+        out["logprob_gap_max"] = jnp.max(gap)
+    return out
+
+
+def _merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
+    """One figure for each of `_extremes`, from arrays over micro-batches; a batch without tokens gives 0."""
+    out = {}
+    for name, values in extremes.items():
+        value = jnp.min(values) if name.endswith("_min") else jnp.max(values)
+        out[name] = _scalar(jnp.where(jnp.isfinite(value), value, 0.0))
+    return out

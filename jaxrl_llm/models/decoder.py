@@ -9,6 +9,7 @@ Local names carry dimensions: B rows, T tokens, D residual, H query heads, N key
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -120,6 +121,7 @@ def forward(
     segments: Array,
     *,
     remat: Remat = False,
+    gradient_sums: Any = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -129,20 +131,64 @@ def forward(
         `TokenBatch.segments`.
       remat: recompute each layer in the backward pass instead of keeping its activations; "dots" keeps the
         outputs of its products with weights and recomputes the cheap rest.
+      gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
+        params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
     """
-    rope = rope_tables(config, positions)
+    context = (rope_tables(config, positions), visible_tokens(segments))
 
-    visible = visible_tokens(segments)
+    def body(x, layer, context):
+        rope, visible = context
+        return decoder_layer(
+            layer, config, x, rope, lambda q, k, v: (segment_attention(q, k, v, visible), None)
+        )[0]
 
-    def attend(q, k, v):
-        return segment_attention(q, k, v, visible), None
-
-    def body(x, layer):
-        x, _ = decoder_layer(layer, config, x, rope, attend)
-        return x, None
-
-    if remat:
-        policy = jax.checkpoint_policies.save_only_these_names(DENSE) if remat == "dots" else None
-        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
-    x, _ = jax.lax.scan(body, embed(params, config, tokens), params["layers"])
+    x = embed(params, config, tokens)
+    if gradient_sums is not None:
+        if remat is not True:
+            raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")
+        x = _accumulating_scan(body, x, params["layers"], gradient_sums, context)
+    else:
+        if remat:
+            policy = jax.checkpoint_policies.save_only_these_names(DENSE) if remat == "dots" else None
+            body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+        x, _ = jax.lax.scan(lambda x, layer: (body(x, layer, context), None), x, params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _accumulating_scan(body: Callable, x: Array, layers: Any, sums: Any, context: Any) -> Array:
+    """x after all layers, each rematerialised; its backward pass adds the gradient of `layers` onto `sums`.
+
+    Adding micro-batches up outside would need two trees of gradients at once, the sum and the one being
+    made: 4 more bytes a parameter. What the backward pass returns for `layers` is therefore sums +
+    gradient, written layer by layer into the buffers of `sums`.
+    """
+    del sums
+    return jax.lax.scan(lambda x, layer: (body(x, layer, context), None), x, layers)[0]
+
+
+def _accumulating_forward(body, x, layers, sums, context):
+    x, inputs = jax.lax.scan(lambda x, layer: (body(x, layer, context), x), x, layers)
+    return x, (inputs, layers, sums, context)
+
+
+def _accumulating_backward(body, residuals, dx):
+    inputs, layers, sums, context = residuals
+
+    def step(carry, at):
+        dx, sums = carry
+        index, x, layer = at
+        dx, d_layer = jax.vjp(lambda x, layer: body(x, layer, context), x, layer)[1](dx)
+
+        def add(total, d):
+            here = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(total, here + d, index, 0)
+
+        return (dx, jax.tree.map(add, sums, d_layer)), None
+
+    indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+    (dx, sums), _ = jax.lax.scan(step, (dx, sums), (indices, inputs, layers), reverse=True)
+    return dx, sums, None, None
+
+
+_accumulating_scan.defvjp(_accumulating_forward, _accumulating_backward)

@@ -61,6 +61,28 @@ def _logits(x_RCD: Array, w_DV: Array, temperature_RC: Array) -> Array:
     return logits / temperature_RC[..., None]
 
 
+def _lse_and_entropy(logits_RCV: Array) -> tuple[Array, Array]:
+    """(log Σ exp z, entropy of softmax z), [R, C] each, from one pass that exponentiates each logit once.
+
+    With d = z - max z, s = Σ exp d and u = Σ d exp d: lse = max z + log s, entropy = log s - u / s.
+    """
+    top = jnp.max(logits_RCV, axis=-1, keepdims=True)
+    shifted = logits_RCV - top
+    # The pass adds one after the other; parts of the vocabulary keep the rounding error of long sums small.
+    parts = math.gcd(logits_RCV.shape[-1], 128)
+    shifted = shifted.reshape(*shifted.shape[:-1], parts, -1)
+    exponential = jnp.exp(shifted)
+    zero = jnp.zeros((), logits_RCV.dtype)
+    s, u = jax.lax.reduce(
+        (exponential, exponential * shifted),
+        (zero, zero),
+        lambda a, b: (a[0] + b[0], a[1] + b[1]),
+        (shifted.ndim - 1,),
+    )
+    s, u = jnp.sum(s, axis=-1), jnp.sum(u, axis=-1)
+    return top[..., 0] + jnp.log(s), jnp.log(s) - u / s
+
+
 def _chunked(x: Array, chunks: int) -> Array:
     """[R, M, ...] -> [chunks, R, C, ...]."""
     return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
@@ -104,12 +126,13 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
 
     def compute(x_RCD, target_RC, temperature_RC):
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
-        lse = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
-        if not plan.entropy:
-            return chosen - lse, lse, jnp.zeros_like(lse)
-        logp = logits - lse[..., None]
-        return chosen - lse, lse, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+        if plan.entropy:
+            lse, entropy = _lse_and_entropy(logits)
+        else:
+            lse = jax.nn.logsumexp(logits, axis=-1)
+            entropy = jnp.zeros_like(lse)
+        return chosen - lse, lse, entropy
 
     def skip(x_RCD, target_RC, temperature_RC):
         zero = jnp.zeros(target_RC.shape, wide)
@@ -236,10 +259,10 @@ def _continues(segments: Array) -> Array:
 
 
 def _shifted(
-    params, config, tokens, segments, positions, temperature, wanted, *, entropy, remat, chunk, blocks
+    params, config, tokens, segments, positions, temperature, wanted, *, entropy, chunk, blocks, **options
 ) -> tuple[Array, Array | None]:
     """Log-prob and entropy of token t at entry t, 0 where it is not wanted or has nothing before it."""
-    hidden = forward(params, config, tokens, positions, segments, remat=remat)
+    hidden = forward(params, config, tokens, positions, segments, **options)
     wanted = wanted & _continues(segments)
 
     def ahead(x):  # what describes token t moves to t - 1, where its hidden state is
@@ -271,6 +294,7 @@ def policy_output(
     remat: Remat = False,
     chunk: int | None = None,
     blocks: int = 1,
+    gradient_sums: Any = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -283,6 +307,7 @@ def policy_output(
       remat: what the backward pass recomputes, see `models.decoder.forward`.
       chunk: positions of a chunk of the head; default: about 128 MB of logits.
       blocks: shards of the rows on the mesh.
+      gradient_sums: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`) f32[B, T], exactly 0 outside `batch.mask`.
@@ -296,9 +321,10 @@ def policy_output(
         batch.temperature,
         batch.mask,
         entropy=entropy,
-        remat=remat,
         chunk=chunk,
         blocks=blocks,
+        remat=remat,
+        gradient_sums=gradient_sums,
     )
     return PolicyOutput(logprob=logprob, entropy=spread)
 
@@ -314,7 +340,6 @@ def _token_logprobs(params, config, tokens, segments, positions, temperature):
         temperature,
         jnp.ones(tokens.shape, bool),
         entropy=False,
-        remat=False,
         chunk=None,
         blocks=1,
     )[0]

@@ -74,6 +74,21 @@ def test_one_step_equals_adamw_by_hand():
     np.testing.assert_allclose(mu["w"], (1 - 0.9**2) * np.array([3.0, 4.0]) / 13, rtol=1e-5)
 
 
+def test_updates_are_those_of_optax():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)}
+    ours = make_optimizer(1e-2, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1, clip_norm=0.7)
+    theirs = optax.chain(
+        optax.clip_by_global_norm(0.7), optax.adamw(1e-2, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1)
+    )
+    states = [optimizer.init(params) for optimizer in (ours, theirs)]
+    for _ in range(4):
+        grads = {"w": jnp.asarray(rng.standard_normal((3, 4)), jnp.float32)}
+        results = [o.update(grads, s, params) for o, s in zip((ours, theirs), states, strict=True)]
+        states = [state for _, state in results]
+        np.testing.assert_allclose(results[0][0]["w"], results[1][0]["w"], rtol=1e-5)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0, 0.0])
 def test_no_clipping(clip_norm):
     optimizer = make_optimizer(1.0, clip_norm=clip_norm)
