@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from jaxrl_llm.diagnostics.redact import redact_text
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, SnapshotError
 
 __all__ = ["main"]
 
@@ -146,6 +146,9 @@ def main(argv: list[str] | None = None) -> None:
     except InputError as error:
         print(f"jaxrl: {redact_text(str(error))}", file=sys.stderr)
         code = 2
+    except SnapshotError as error:
+        print(f"jaxrl: {redact_text(str(error))}", file=sys.stderr)
+        code = 1
     except BrokenPipeError:  # whoever read our output has left; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

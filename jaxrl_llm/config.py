@@ -80,7 +80,7 @@ class RolloutSettings:
 @_section
 class SamplerSettings:
     slots: Annotated[int, pydantic.Field(ge=2)] = 64  # sequences decoded together
-    page_size: Positive = 32  # tokens per page of the K/V cache
+    page_size: Positive = 64  # tokens per page of the K/V cache
     pages: Positive | None = None  # default: enough for every slot at max_context
     steps_per_dispatch: Positive = 8  # decode steps between two looks of the host
 

@@ -1,6 +1,6 @@
 """Errors that a user can act on."""
 
-__all__ = ["InputError"]
+__all__ = ["InputError", "SnapshotError"]
 
 
 class InputError(ValueError):
@@ -8,3 +8,7 @@ class InputError(ValueError):
 
     The message says what was found, what is allowed and what to do next.
     """
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot could not be written. Says which snapshots are still good. The command line exits with 1."""

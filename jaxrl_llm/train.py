@@ -269,6 +269,12 @@ class Run:
         if self.snapshots.latest() is None:
             return
         self.state, meta = self.snapshots.restore(like=self.state)
+        if meta["model"] != self.digest:
+            raise InputError(
+                f"model.source: {self.config.model.source} is not the model that this run started from (its weight "
+                f"files have SHA-256 {self.digest[:12]}…, the run began with {meta['model'][:12]}…). Give the path of "
+                "the original, or start another run."
+            )
         self.source.restore(meta["cursor"])
         self.snapshots.discard_after(self.version)
 

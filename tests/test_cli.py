@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import gguf
 import jax
@@ -360,6 +361,12 @@ def test_without_a_folder_runs_are_numbered(jaxrl, nothing_starts, tmp_path, mon
         pathlib.Path(other, "config.yaml").write_text("")
     assert jaxrl("train", TINY_YAML, "--resume")[0] == 0
     assert asked == ["runs/tiny", "runs/tiny-2", "runs/tiny-2"]
+
+
+def test_a_full_disk_is_told_in_one_message(jaxrl, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1))
+    code, out, err = jaxrl("train", TINY_YAML, "--run", tmp_path / "run", "--set", "steps=1")
+    assert code == 1 and "jaxrl: No room for a snapshot" in err and "Traceback" not in out + err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The training loop on the tiny model: it learns, it repeats, it stops and goes on, it survives."""
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import pytest
 import jaxrl_llm.train as loop
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import MetricsWriter, read_jsonl, read_metrics
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
@@ -292,6 +294,19 @@ def test_a_resumed_run_keeps_its_own_settings_and_says_so(whole, tmp_path, capfd
     captured = capfd.readouterr()
     assert "optimizer.learning_rate: the run has 0.003, the file says 1.0" in captured.out + captured.err
     same_run(folder, whole)
+
+
+def test_a_run_is_not_resumed_with_another_model(whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    original = loop.configured_model
+    monkeypatch.setattr(
+        loop, "configured_model", lambda config: dataclasses.replace(original(config), digest="f" * 64)
+    )
+    with pytest.raises(InputError, match="is not the model that this run started from"):
+        train(short(), folder, resume=True)
+    assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 def test_damaged_newest_snapshot_is_named_and_the_one_before_is_used(whole, tmp_path):

@@ -37,7 +37,7 @@ class Sampler:
         *,
         slots: int = 64,
         pages: int | None = None,
-        page_size: int = 32,
+        page_size: int = 64,
         max_context: int | None = None,
         tokenizer: Any = None,
         steps_per_dispatch: int = 8,

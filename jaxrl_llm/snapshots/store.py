@@ -33,7 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, SnapshotError
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
     as_key,
@@ -52,10 +52,6 @@ __all__ = ["SnapshotError", "SnapshotStore", "fingerprint", "locate"]
 _FORMAT = 1
 _PARAMS = "params/"
 _TEMPORARY = ".orbax-checkpoint-tmp"
-
-
-class SnapshotError(RuntimeError):
-    """A snapshot could not be written. Says which snapshots are still good."""
 
 
 class _DamagedError(Exception):
