@@ -66,8 +66,12 @@ def build_task(config: Config) -> Task:
     return task
 
 
-def build_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh | None = None) -> Sampler:
-    """The sampler of a config. Its context is `model.max_context`, which must fit the model's positions."""
+def build_sampler(config: Config, model: Model) -> Sampler:
+    """The sampler of a config; it computes where the weights that it is called with are.
+
+    Raises:
+      InputError: `model.max_context` is more than the model has positions for.
+    """
     if config.model.max_context > model.config.max_positions:
         raise InputError(
             f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "

@@ -119,7 +119,7 @@ class Run:
         prepare_folder(folder, config, resume=resume)
         self.mesh = build_mesh(config)
         model = configured_model(config)
-        self.policy = Policy(model, build_sampler(config, model, self.mesh), task)
+        self.policy = Policy(model, build_sampler(config, model), task)
         self.source = PromptSource(
             task,
             model.tokenizer,
