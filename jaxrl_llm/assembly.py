@@ -107,8 +107,14 @@ def prompt_room(config: Config, task: Task) -> int:
 def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParams:
     """The sampling distribution of the training rollouts, with `changes` for evaluation."""
     r = config.rollout
+    most = r.max_tokens or task.max_tokens
+    if r.min_tokens > most:
+        raise InputError(
+            f"rollout.min_tokens: {r.min_tokens} is more than the {most} tokens that an answer may have "
+            "(rollout.max_tokens, or what the task suggests); lower it or raise rollout.max_tokens."
+        )
     params = SamplingParams(
-        max_tokens=r.max_tokens or task.max_tokens,
+        max_tokens=most,
         temperature=r.temperature,
         top_p=r.top_p,
         top_k=r.top_k,

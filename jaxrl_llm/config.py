@@ -33,8 +33,10 @@ __all__ = [
 
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-Positive = Annotated[int, pydantic.Field(gt=0)]
-Natural = Annotated[int, pydantic.Field(ge=0)]
+# Counts are i32 on the device.
+Positive = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+Natural = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+Seed = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, pydantic.Field(gt=0, le=1)]
 NonNegative = Annotated[float, pydantic.Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
@@ -60,7 +62,7 @@ class TaskSettings:
     name: str = "addition"  # a built-in task | reasoning_gym:FAMILY | jsonl:FILE
     args: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task
     system: str | None = None  # system turn of the chat; default: no system turn
-    seed: Natural = 0  # of the training items
+    seed: Seed = 0  # of the training items
     max_prompt_tokens: Positive | None = None  # longer prompts are skipped and counted; default: what fits
 
 
@@ -69,7 +71,7 @@ class RolloutSettings:
     prompts: Positive = 16  # prompts (groups) per train step
     group_size: Positive = 8  # samples per prompt
     max_tokens: Positive | None = None  # new tokens per sample; default: what the task says is enough
-    temperature: Annotated[float, pydantic.Field(gt=0)] = 1.0
+    temperature: Annotated[float, pydantic.Field(ge=1e-3, le=1e3)] = 1.0
     top_p: Fraction = 1.0
     top_k: Natural = 0  # 0: no limit
     min_p: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
@@ -116,7 +118,7 @@ class LearnerSettings:
 class EvaluationSettings:
     every: Natural = 10  # train steps; 0: only before and after
     items: Natural = 128  # held-out items; 0: no evaluation
-    seed: Natural = 1_000_003  # of the held-out items
+    seed: Seed = 1_000_003  # of the held-out items
     sampled: bool = True  # also at the training temperature
 
 
@@ -139,7 +141,7 @@ class Config:
     """Everything that defines a run."""
 
     steps: Positive = 20  # train steps
-    seed: Natural = 0  # of sampling, shuffling and random initialisation
+    seed: Seed = 0  # of sampling, shuffling and random initialisation
     objective: str | dict[str, Any] | list[Any] = "grpo"  # recipe | {recipe: …, args} | stages | module:name
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
@@ -228,8 +230,8 @@ def read_yaml(path: str | pathlib.Path) -> dict[str, Any]:
         known = sorted(str(p) for p in folder.glob("*.yaml"))
         hint = f" There: {', '.join(known)}." if known else ""
         raise InputError(f"config file {path} does not exist.{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"config file {path} cannot be read: {error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a NUL
+        raise InputError(f"config file {str(path)!r} cannot be read: {error}.") from None
     data = _yaml(text, str(path))
     if data is None:
         return {}

@@ -116,6 +116,7 @@ class Run:
             )
         self.needed = needed_fields(self.objective)
         task = build_task(config)
+        sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         self.mesh = build_mesh(config)
         model = configured_model(config)

@@ -292,7 +292,9 @@ class TokenBatch:
             valid = valid & rows("reward_valid", reward_valid, bool)
             reward = jnp.where(valid, reward, 0.0)
 
-        known = {f.name for f in dataclasses.fields(cls)}
+        _check_rows(group=group, temperature=temperature, lengths=lengths, width=T)
+        filled = {"positions", "segments", "sequence", "trajectory"}
+        known = {f.name for f in dataclasses.fields(cls)} - filled
         unknown = sorted(set(on_demand) - known)
         if unknown:
             raise ValueError(
@@ -325,6 +327,24 @@ class TokenBatch:
             else rows("logprob_behavior", logprob_behavior, floating, ((B, T),)),
             **on_demand,
         )
+
+
+def _check_rows(*, group: Any, temperature: Any, lengths: Array, width: int) -> None:
+    """Raises ValueError for values of `TokenBatch.from_rows` that mean nothing; traced ones pass."""
+    if not isinstance(temperature, jax.core.Tracer):
+        given = np.asarray(temperature, np.float32)
+        if not np.all((given > 0) & np.isfinite(given)):
+            raise ValueError("from_rows: temperature must be positive and finite.")
+    if not isinstance(lengths, jax.core.Tracer):
+        given = np.asarray(lengths)
+        if given.size and (given.min() < 0 or given.max() > width):
+            raise ValueError(
+                f"from_rows: lengths must be in [0, {width}], the width of tokens; got {given.min()} to {given.max()}."
+            )
+    if group is not None and not isinstance(group, jax.core.Tracer):
+        given = np.asarray(group)
+        if not np.issubdtype(given.dtype, np.integer) and not np.all(given == np.floor(given)):
+            raise ValueError("from_rows: group must hold integers: rows of one prompt share one.")
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -331,6 +331,16 @@ def test_prompts_that_are_too_long_are_skipped_and_counted(jaxrl, tmp_path):
     assert all(len(s["prompt"]) < 64 for s in read_jsonl(tmp_path / "run" / "samples.jsonl"))
 
 
+def test_more_tokens_at_least_than_at_most(refused):
+    refused(
+        ["rollout.min_tokens", "20", "rollout.max_tokens"],
+        "train",
+        TINY_YAML,
+        "--set",
+        "rollout.min_tokens=20",
+    )
+
+
 def test_run_folders_that_cannot_be_used(refused, tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/no/such")):

@@ -84,7 +84,17 @@ def test_u01_numbers(load, text, value):
         ("rollout: {top_p: 0.9}", ["rollout.top_p", "0.9", "1.0"]),
         ("rollout: {top_k: 5}", ["rollout.top_k", "5"]),
         ("rollout: {min_p: 0.1}", ["rollout.min_p"]),
-        ("rollout: {temperature: 0}", ["rollout.temperature", "greater than 0"]),
+        ("rollout: {temperature: 0}", ["rollout.temperature", "greater than or equal to 0.001"]),
+        ("rollout: {temperature: 1.0e-45}", ["rollout.temperature", "0.001"]),
+        ("rollout: {temperature: 1.0e+300}", ["rollout.temperature", "1000"]),
+        ("seed: 9223372036854775808", ["seed", "less than 9223372036854775808"]),
+        ("steps: 2147483648", ["steps", "less than 2147483648"]),
+        ("learner: {row_tokens: 99999999999}", ["learner.row_tokens", "less than 2147483648"]),
+        ("learner: {row_tokens: 100}", ["learner.row_tokens", "model.max_context 256"]),
+        (
+            "learner: {row_tokens: 256, minibatches: 4, micro_batch_rows: 2}",
+            ["learner.minibatches", "learner.micro_batch_rows"],
+        ),
         (
             "rollout: {max_tokens: 256}\nmodel: {max_context: 256}",
             ["rollout.max_tokens", "model.max_context"],

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 __all__ = ["RecordedScheduleState", "applied_learning_rate", "decayed", "make_optimizer", "make_schedule"]
@@ -111,6 +112,22 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     return optax.GradientTransformation(init, update)
 
 
+def _check_f32(*, learning_rate: float, b1: float, b2: float, eps: float, weight_decay: float) -> None:
+    """Raises ValueError for numbers that are fine as such and make the update infinite or NaN in f32."""
+    f32, smallest = np.float32, float(np.finfo(np.float32).tiny)
+    with np.errstate(over="ignore", under="ignore"):
+        for name, value in (("b1", b1), ("b2", b2)):
+            if not 0 <= value < 1 or f32(value) >= 1:
+                raise ValueError(f"{name} must be in [0, 1) and not round to 1 in float32, got {value!r}.")
+        if not f32(eps) >= smallest or not np.isfinite(f32(eps)):
+            raise ValueError(f"eps must be a float32 number of at least {smallest:.3g}, got {eps!r}.")
+        for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+            if not np.isfinite(f32(value)):
+                raise ValueError(f"{name} must be finite in float32, got {value!r}.")
+        if not np.isfinite(f32(learning_rate) * f32(weight_decay)):
+            raise ValueError(f"learning_rate x weight_decay overflows: {learning_rate!r} x {weight_decay!r}.")
+
+
 def decayed(params: Any) -> Any:
     """bool for each leaf: whether weight decay applies. Norm weights and biases are left alone."""
 
@@ -149,6 +166,7 @@ def make_optimizer(
       An optax transformation. Its state keeps the learning rate of the last update; read it with
       `applied_learning_rate`.
     """
+    _check_f32(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     if clip_norm is not None and clip_norm < 0:
         raise ValueError(f"clip_norm must be positive, or 0 or None for no clipping; got {clip_norm}.")
     rate = make_schedule(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
@@ -82,9 +83,13 @@ def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> lis
 
     Args:
       batch: prepared; norm and count of the minibatches stay those that `prepare` wrote for the whole batch.
-      number: at most B. Rows are dealt out evenly; the last minibatch is padded with inert rows when B does not
-        divide, so every row is trained on once.
+      number: at most B. The rows that train something are dealt out evenly (numbers differ by one at most),
+        each of them once; inert rows fill the minibatches up to one size, so that one program is compiled.
       key: shuffles the rows first; consumed. None keeps their order.
+
+    Returns:
+      The minibatches that train something: fewer than `number` when there are fewer such rows, and the whole
+      batch when there is none.
 
     Raises:
       ValueError: more minibatches than rows.
@@ -94,12 +99,16 @@ def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> lis
         raise ValueError(
             f"minibatches: {number} minibatches of a batch of {B} rows; choose between 1 and {B}."
         )
+    if number == 1:
+        return [batch]
+    trains = np.flatnonzero(np.asarray(jnp.any(batch.mask, axis=1)))
+    if not trains.size:
+        return [batch]
     if key is not None:
-        order = jax.random.permutation(key, B)
-        batch = jax.tree.map(lambda x: x[order] if _is_rows(x) else x, batch)
+        trains = np.asarray(jax.random.permutation(key, jnp.asarray(trains)))
     size = -(-B // number)
-    batch = pad_rows(batch, size * number)
-    return [
-        jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size] if _is_rows(x) else x, batch)
-        for i in range(number)
-    ]
+    batch = pad_rows(batch, B + 1)  # at least one inert row to fill up with
+    inert = batch.shape[0] - 1
+    parts = [part for part in np.array_split(trains, number) if part.size]
+    chosen = [jnp.asarray(np.pad(part, (0, size - part.size), constant_values=inert)) for part in parts]
+    return [jax.tree.map(lambda x, at=at: x[at] if _is_rows(x) else x, batch) for at in chosen]

@@ -236,9 +236,16 @@ def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
 
 
 def _merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
-    """One figure for each of `_extremes`, from arrays over micro-batches; a batch without tokens gives 0."""
+    """One figure for each of `_extremes`, from arrays over micro-batches; a batch without tokens gives 0.
+
+    What is NaN or infinite because of a token stays so: the worst case must not look like the best.
+    """
     out = {}
     for name, values in extremes.items():
-        value = jnp.min(values) if name.endswith("_min") else jnp.max(values)
-        out[name] = _scalar(jnp.where(jnp.isfinite(value), value, 0.0))
+        if name.endswith("_min"):
+            value = jnp.min(values)
+            value = jnp.where(jnp.isposinf(value), 0.0, value)  # the minimum of nothing
+        else:
+            value = jnp.max(values)
+        out[name] = _scalar(value)
     return out

@@ -14,7 +14,16 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.rollout.task import HELD_OUT, Item, PromptFormat, Split, SplitName, _check_split, find_grader
+from jaxrl_llm.rollout.task import (
+    HELD_OUT,
+    Item,
+    PromptFormat,
+    Split,
+    SplitName,
+    _check_split,
+    check_integer,
+    find_grader,
+)
 
 __all__ = ["FileTask", "jsonl_task", "read_jsonl"]
 
@@ -90,8 +99,9 @@ def read_jsonl(
         raise InputError(
             f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
         ) from None
-    except OSError as error:
-        raise InputError(f"data file {path} cannot be read: {error.strerror or error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"data file {str(path)!r} cannot be read: {reason}.") from None
     items = []
     # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -104,14 +114,28 @@ def read_jsonl(
     return items
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError when a key is there twice."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return row
+
+
 def _row(line: str, where: str, prompt_field: str, answer_field: str, answer_after: str) -> Item:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_unique)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON ({error}).") from None
     if not isinstance(row, dict):
         raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}.")
-    given = [f for f in (prompt_field, "messages") if f in row]
+    given = [f for f in dict.fromkeys((prompt_field, "messages")) if f in row]
     if len(given) != 1:
         found = "both" if given else f"neither; found: {', '.join(map(str, row)) or 'nothing'}"
         raise InputError(f"{where}: needs either {prompt_field!r} or 'messages', got {found}.")
@@ -200,7 +224,23 @@ def jsonl_task(
       instruction: a sentence put after each question.
       max_tokens, stop: suggestions to the sampler; stop defaults to a newline for graders of the first line.
     """
-    chosen = find_grader(grader, f"task jsonl:{path}")
+    where = f"task jsonl:{path}"
+    texts = {"grader": grader, "prompt_field": prompt_field, "answer_field": answer_field}
+    texts |= {"answer_after": answer_after, "instruction": instruction}
+    texts |= {} if eval_path is None else {"eval_path": eval_path}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise InputError(f"{where}: {name} must be a text, got {value!r}.")
+    if prompt_field == "messages":
+        raise InputError(f"{where}: prompt_field names a text; rows with 'messages' are read without it.")
+    check_integer(where.removeprefix("task "), "max_tokens", max_tokens, 1, 2**31 - 1)
+    if stop is not None and (
+        isinstance(stop, str)
+        or not isinstance(stop, (list, tuple))
+        or not all(isinstance(t, str) and t for t in stop)
+    ):
+        raise InputError(f"{where}: stop must be a list of texts that are not empty, got {stop!r}.")
+    chosen = find_grader(grader, where)
     if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0 <= held_out < 1:
         raise InputError(f"task jsonl:{path}: held_out must be a share in [0, 1), got {held_out!r}.")
     names = {"prompt_field": prompt_field, "answer_field": answer_field, "answer_after": answer_after}

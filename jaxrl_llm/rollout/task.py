@@ -296,7 +296,7 @@ def make_task(
     if kind == "reasoning_gym" and colon:
         build: Callable[..., Task] = gym.reasoning_gym_task
         first: tuple[str, ...] = (rest,)
-    elif kind == "jsonl" and (colon or "path" in args):
+    elif kind == "jsonl" and (rest or "path" in args):
         build, first = files.jsonl_task, (rest or str(args.pop("path")),)
     elif name in TASKS:
         build, first = TASKS[name], ()

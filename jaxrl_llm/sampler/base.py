@@ -52,7 +52,11 @@ class SamplingParams:
             object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
+                "0 (greedy) or in [0.001, 1000]",
+            ),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),

@@ -131,3 +131,20 @@ def test_k05_saved_moments_and_schedule_position_continue_exactly():
 
 def test_rate_of_another_optimizer_is_not_invented():
     assert applied_learning_rate(optax.sgd(0.1).init({"w": jnp.ones(2)})) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("b1", 0.99999999),
+        ("b2", 0.99999999),
+        ("b2", 1.0),
+        ("eps", 1e-46),
+        ("eps", 1e-39),
+        ("learning_rate", 1e39),
+        ("weight_decay", 1e300),
+    ],
+)
+def test_numbers_that_overflow_or_vanish_in_f32_are_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        make_optimizer(**{"learning_rate": 1e-3, name: value})

@@ -1,5 +1,7 @@
 """Inert rows, micro-batches, minibatches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,3 +75,14 @@ def test_minibatches_without_a_key_keep_the_order():
 def test_too_many_minibatches_are_refused():
     with pytest.raises(ValueError, match="6 minibatches of a batch of 5 rows"):
         minibatches(_batch(), 6)
+
+
+def test_inert_rows_take_no_place_in_a_minibatch():
+    """Packed batches end in rows of padding: shuffled in, they would leave minibatches with nothing to train on."""
+    batch = pad_rows(_batch(5), 32)
+    parts = minibatches(batch, 4, jax.random.key(1))
+    assert [int(np.asarray(part.mask).any(axis=1).sum()) for part in parts] == [2, 1, 1, 1]
+    assert {part.shape for part in parts} == {(8, batch.shape[1])}
+    assert len(minibatches(batch, 8)) == 5  # fewer rows than minibatches: none is empty
+    empty = dataclasses.replace(batch, mask=batch.mask & False)
+    assert minibatches(empty, 4) == [empty]

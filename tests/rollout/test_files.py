@@ -53,12 +53,39 @@ def test_line_ends_and_byte_order_marks(tmp_path, end, encoding):
         ("{}".encode("utf-16"), ("UTF-8",)),
         (b"[" * 100_000, ("line 1", "not valid JSON")),
         (b"\x00\x00", ("line 1", "not valid JSON")),
+        (b'{"prompt": "\\ud800", "answer": "1"}', ("line 1", "surrogate")),
+        (b'{"prompt": "a", "answer": "1", "answer": "2"}', ("line 1", "'answer' is there twice")),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, content, words):
     (tmp_path / "d.jsonl").write_bytes(content)
     with pytest.raises(InputError) as error:
         make_task(f"jsonl:{tmp_path / 'd.jsonl'}")
+    for word in ("d.jsonl", *words):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"stop": 5}, ("stop", "5")),
+        ({"stop": "x"}, ("stop", "list")),
+        ({"stop": [""]}, ("stop", "not empty")),
+        ({"answer_after": 5}, ("answer_after", "text")),
+        ({"eval_path": 5}, ("eval_path", "text")),
+        ({"grader": ["a"]}, ("grader", "text")),
+        ({"instruction": 5}, ("instruction", "text")),
+        ({"max_tokens": "x"}, ("max_tokens", "'x'")),
+        ({"max_tokens": 0}, ("max_tokens", "from 1")),
+        ({"max_tokens": 1.5}, ("max_tokens", "1.5")),
+        ({"max_tokens": True}, ("max_tokens", "True")),
+        ({"prompt_field": "messages"}, ("prompt_field",)),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused(tmp_path, args, words):
+    path = write(tmp_path / "d.jsonl", questions(10))
+    with pytest.raises(InputError) as error:
+        make_task(f"jsonl:{path}", args)
     for word in ("d.jsonl", *words):
         assert word in str(error.value)
 

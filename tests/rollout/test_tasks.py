@@ -165,6 +165,8 @@ def test_prompt_formats():
         ),
         ("", {}, ("Tasks:",)),
         ("jsonl", {}, ("jsonl:FILE",)),
+        ("jsonl:", {}, ("jsonl:FILE",)),
+        ("jsonl:a\0b", {}, ("null byte",)),
         ("addition", {"digit": 2}, ("digit", "Did you mean digits?")),
         ("addition", {"digits": 0}, ("digits", "from 1 to 9", "0")),
         ("addition", {"digits": "2"}, ("digits", "'2'")),
