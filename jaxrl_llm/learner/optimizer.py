@@ -34,7 +34,7 @@ def make_schedule(
       warmup_steps: updates of linear warm-up.
       total_steps: updates of the whole run; needed unless `schedule` is "constant".
       schedule: what follows the warm-up.
-      final_fraction: learning rate at `total_steps`, as a fraction of the peak.
+      final_fraction: learning rate that the decay would reach after the last update, as a fraction of the peak.
 
     Raises:
       ValueError: an unknown schedule, or one that has no end, or a warm-up longer than the run.
@@ -55,9 +55,8 @@ def make_schedule(
         warm = jnp.minimum(1.0, (step + 1) / max(warmup_steps, 1))
         if schedule == "constant" or total_steps is None:
             return learning_rate * warm
-        # The decay starts from the peak at the first update after the warm-up and ends at the last update.
-        last = max(total_steps - 1 - warmup_steps, 1)
-        progress = jnp.clip((step - warmup_steps) / last, 0.0, 1.0)
+        # From the peak at the first update after the warm-up to the end after the last one, which still moves.
+        progress = jnp.clip((step - warmup_steps) / (total_steps - warmup_steps), 0.0, 1.0)
         shape = 1 - progress if schedule == "linear" else 0.5 * (1 + jnp.cos(jnp.pi * progress))
         return learning_rate * warm * (final_fraction + (1 - final_fraction) * shape)
 
