@@ -8,6 +8,7 @@ What a recipe leaves out of its paper is in its docstring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from jaxrl_llm.transforms import (
@@ -16,24 +17,52 @@ from jaxrl_llm.transforms import (
     clip_surrogate,
     drop_truncated,
     group_advantage,
+    hinge_preference,
+    imitate_chosen,
+    kto_preference,
     leave_one_out_advantage,
+    logistic_preference,
     normalize_by_length_limit,
+    normalize_by_pair,
     normalize_by_sequence,
     normalize_by_sequence_sum,
     normalize_by_token,
+    odds_preference,
     penalize_kl,
     reinforce_surrogate,
     returns_to_go,
     reward_entropy,
+    robust_preference,
+    score_preference,
     sequence_ratio,
     sequence_ratio_per_token,
     shape_overlong,
+    square_preference,
     token_ratio,
     truncate_importance,
     whiten_advantage,
 )
 
-__all__ = ["RECIPES", "dapo", "dr_grpo", "grpo", "gspo", "gspo_token", "reinforce", "rloo"]
+__all__ = [
+    "RECIPES",
+    "cdpo",
+    "dapo",
+    "dpo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "hinge",
+    "ipo",
+    "kto",
+    "orpo",
+    "reinforce",
+    "reward_model",
+    "rloo",
+    "robust_dpo",
+    "simpo",
+    "trpo",
+]
 
 
 def _optional(
@@ -219,6 +248,90 @@ def gspo_token(
     )
 
 
+# ---------------------------------------------------------------------------------- over pairs of answers
+
+
+def _pairs(surrogate: LossTransform, nll_coef: float | None, average: bool = True) -> LossTransform:
+    """Mean over pairs of a preference loss, with nll_coef times the NLL of the chosen answer where it is given."""
+    extra = [imitate_chosen(nll_coef, average=average)] if nll_coef else []
+    return chain(normalize_by_pair(), surrogate, *extra)
+
+
+def dpo(beta: float = 0.1, nll_coef: float | None = 0.0, average: bool = False) -> LossTransform:
+    """Direct preference optimisation (arXiv 2305.18290, eq. 7).
+
+    average=True takes mean log-ratios of an answer (TRL's sigmoid_norm); nll_coef adds the NLL of the chosen answer
+    (RPO, arXiv 2404.19733), a mean over its tokens.
+    """
+    return _pairs(logistic_preference(beta, average=average), nll_coef)
+
+
+def cdpo(beta: float = 0.1, smoothing: float = 0.1, nll_coef: float | None = 0.0) -> LossTransform:
+    """DPO (arXiv 2305.18290) with labels that are flipped with probability `smoothing` (E. Mitchell, "A note on DPO
+    with noisy preferences and relationship to IPO", 2023)."""
+    return _pairs(logistic_preference(beta, smoothing), nll_coef)
+
+
+def robust_dpo(beta: float = 0.1, smoothing: float = 0.1, nll_coef: float | None = 0.0) -> LossTransform:
+    """Provably robust DPO (arXiv 2403.00409, eq. 12): unbiased under flipped labels."""
+    return _pairs(robust_preference(beta, smoothing), nll_coef)
+
+
+def ipo(beta: float = 0.1, average: bool = True, nll_coef: float | None = 0.0) -> LossTransform:
+    """Identity preference optimisation (arXiv 2310.12036, eq. 17), over mean log-ratios unless average=False."""
+    return _pairs(square_preference(beta, average), nll_coef)
+
+
+def hinge(beta: float = 0.1, nll_coef: float | None = 0.0) -> LossTransform:
+    """The hinge loss on DPO's margin (arXiv 2309.06657, eq. 10)."""
+    return _pairs(hinge_preference(beta), nll_coef)
+
+
+def kto(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0) -> LossTransform:
+    """Kahneman-Tversky optimisation (arXiv 2402.01306): mean over answers, good or bad each by itself."""
+    return chain(normalize_by_sequence(), kto_preference(beta, desirable, undesirable))
+
+
+def orpo(beta: float = 0.1, average: bool = True) -> LossTransform:
+    """Odds ratio preference optimisation (arXiv 2403.07691, eq. 6): NLL of the chosen answer + β × ratio term.
+
+    No reference model. average=False takes sums for both terms (tunix's default).
+    """
+    return _pairs(odds_preference(beta, average), 1.0, average)
+
+
+def simpo(beta: float = 2.0, gamma: float = 1.0, nll_coef: float | None = 0.0) -> LossTransform:
+    """SimPO (arXiv 2405.14734, eq. 6): mean log-probs with a target margin γ. No reference model.
+
+    β = 2 and γ / β = 0.5 are within the paper's ranges (its appendix); TRL has β = 0.1, γ = 0.5 and adds the NLL
+    (`cpo_alpha` = 1), which is nll_coef here and off.
+    """
+    return _pairs(logistic_preference(beta, margin=gamma, reference=False, average=True), nll_coef)
+
+
+def reward_model(margin: float = 0.0, center: float | None = 0.0) -> LossTransform:
+    """Bradley-Terry reward model (arXiv 2203.02155, eq. 1) on the score of a value head.
+
+    margin multiplies the difference of the rewards of the data; center pulls the sum of scores to 0.
+    """
+    return _pairs(score_preference(margin, center or 0.0), None)
+
+
+def trpo(entropy_coef: float | None = 0.0, eps: float = 1e-6) -> LossTransform:
+    """Trust region policy optimisation (arXiv 1502.05477, eq. 14): l_t = -A_t r_t, r_t = π_t / proximal_t, not clipped.
+
+    What keeps the policy close is the step that minimises it: `learner.trust_region.make_trust_region_step`, with
+    its bound on the KL. Departures: the advantage is relative to the group, for want of a critic; mean over tokens.
+    """
+    return chain(
+        group_advantage(scale="std", eps=eps),
+        normalize_by_token(),
+        token_ratio(anchor="proximal"),
+        clip_surrogate(low=math.inf, high=math.inf),
+        *_optional(entropy_coef=entropy_coef),
+    )
+
+
 RECIPES: dict[str, Callable[..., LossTransform]] = {
     "reinforce": reinforce,
     "rloo": rloo,
@@ -227,5 +340,15 @@ RECIPES: dict[str, Callable[..., LossTransform]] = {
     "dapo": dapo,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "dpo": dpo,
+    "cdpo": cdpo,
+    "robust_dpo": robust_dpo,
+    "ipo": ipo,
+    "hinge": hinge,
+    "kto": kto,
+    "orpo": orpo,
+    "simpo": simpo,
+    "reward_model": reward_model,
+    "trpo": trpo,
 }
 """{name: recipe}; what a config names."""

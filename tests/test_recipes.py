@@ -13,6 +13,13 @@ from jaxrl_llm import recipes, testing
 REQUIRED = {"dr_grpo": {"limit": 12}}
 
 
+EXTRA = {  # what a preference loss is made of
+    **dict.fromkeys(("dpo", "cdpo", "robust_dpo", "ipo", "hinge"), {"batch.logprob_reference"}),
+    "kto": {"batch.logprob_reference", "batch.reference_point"},
+    "reward_model": {"loss.value"},
+}
+
+
 def build(name, **arguments):
     return recipes.RECIPES[name](**REQUIRED.get(name, {}), **arguments)
 
@@ -31,13 +38,13 @@ def test_every_recipe_is_public_and_documented():
 def test_default_recipe_needs_no_extra_forward_pass(name):
     objective = build(name)
     jrl.transforms.check_complete(objective)
-    assert jrl.needs(objective) == frozenset()
+    assert jrl.needs(objective) == EXTRA.get(name, frozenset())
 
 
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_zero_and_none_leave_the_stage_out(name):
     parameters = inspect.signature(recipes.RECIPES[name]).parameters
-    optional = [p for p in ("kl_coef", "entropy_coef", "importance_cap", "overlong_limit") if p in parameters]
+    optional = [p for p in ("kl_coef", "entropy_coef", "importance_cap", "overlong_limit", "nll_coef") if p in parameters]
     for value in (0, None):
         assert names(build(name, **dict.fromkeys(optional, value))) == names(build(name))
     more = {p: 4 if p == "overlong_limit" else 0.5 for p in optional}
