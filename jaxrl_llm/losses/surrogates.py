@@ -14,6 +14,7 @@ __all__ = [
     "clipped",
     "clipped_high",
     "clipped_low",
+    "clipped_ratio",
     "dual_clipped",
     "dual_clipped_tokens",
     "geometric_ratio",
@@ -36,7 +37,12 @@ def reinforce(logprob: Array, advantage: Array) -> Array:
 def clipped(log_ratio: Array, advantage: Array, low: float | Array, high: float | Array) -> Array:
     """l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7)."""
     chex.assert_equal_shape([log_ratio, advantage])
-    ratio = safe_exp(log_ratio)
+    return clipped_ratio(safe_exp(log_ratio), advantage, low, high)
+
+
+def clipped_ratio(ratio: Array, advantage: Array, low: float | Array, high: float | Array) -> Array:
+    """`clipped`, of a ratio r_t that is already there."""
+    chex.assert_equal_shape([ratio, advantage])
     return jnp.maximum(-advantage * ratio, -advantage * jnp.clip(ratio, 1.0 - low, 1.0 + high))
 
 
