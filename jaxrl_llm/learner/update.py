@@ -22,7 +22,17 @@ from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
 
-__all__ = ["Metrics", "Policy", "UpdateStep", "apply_gradients", "make_prepare", "make_update_step"]
+__all__ = [
+    "Metrics",
+    "Policy",
+    "UpdateStep",
+    "apply_gradients",
+    "figure",
+    "make_prepare",
+    "make_update_step",
+    "merge_extremes",
+    "ratio_extremes",
+]
 
 Array = jax.Array
 Metrics = dict[str, Mean]
@@ -64,7 +74,7 @@ def apply_gradients(
     return dataclasses.replace(state, params=params, opt_state=opt_state, skipped=skipped)
 
 
-def _scalar(value: Array) -> Mean:
+def figure(value: Array) -> Mean:
     """A figure that is not a mean over tokens, in the form of the others."""
     return Mean(value.astype(jnp.float32), jnp.ones((), jnp.float32))
 
@@ -155,7 +165,7 @@ def make_update_step(
             micro = rebuild(slices)
             output = run_policy(params, micro, gradient_sums)
             result = evaluate(objective, output, micro, state.objective_state)
-            return result.loss_sum, (result, _extremes(output, micro))
+            return result.loss_sum, (result, ratio_extremes(output, micro))
 
         gradients = jax.grad(loss_sum, has_aux=True)
 
@@ -194,14 +204,14 @@ def make_update_step(
         new = dataclasses.replace(new, objective_state=objective_state)
         metrics = metrics | {
             "loss": Mean(total, denominator),
-            "grad_norm": _scalar(grad_norm),
-            "skipped": _scalar(~usable),
-            "trained_tokens": _scalar(jnp.sum(batch.mask)),
-            **_merge_extremes(extremes),
+            "grad_norm": figure(grad_norm),
+            "skipped": figure(~usable),
+            "trained_tokens": figure(jnp.sum(batch.mask)),
+            **merge_extremes(extremes),
         }
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:
-            metrics["learning_rate"] = _scalar(rate)
+            metrics["learning_rate"] = figure(rate)
         return pinned(new, shardings), metrics
 
     return UpdateStep(jax.jit(update, donate_argnums=0 if donate else ()), mesh)
@@ -218,7 +228,7 @@ class UpdateStep:
         return self.jitted(state, place_batch(batch, self.mesh))
 
 
-def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
+def ratio_extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
     """Figures that merge by the maximum (`_max`) or the minimum (`_min`)."""
     anchor = micro.logprob_behavior if micro.logprob_proximal is None else micro.logprob_proximal
     if anchor is None:
@@ -235,10 +245,10 @@ def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
     return out
 
 
-def _merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
-    """One figure for each of `_extremes`, from arrays over micro-batches; a batch without tokens gives 0."""
+def merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
+    """One figure for each of `ratio_extremes`, from arrays over micro-batches; a batch without tokens gives 0."""
     out = {}
     for name, values in extremes.items():
         value = jnp.min(values) if name.endswith("_min") else jnp.max(values)
-        out[name] = _scalar(jnp.where(jnp.isfinite(value), value, 0.0))
+        out[name] = figure(jnp.where(jnp.isfinite(value), value, 0.0))
     return out
