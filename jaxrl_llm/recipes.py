@@ -14,8 +14,12 @@ from collections.abc import Callable
 from jaxrl_llm.transforms import (
     LossTransform,
     chain,
+    cispo_surrogate,
     clip_surrogate,
+    divergence_surrogate,
     drop_truncated,
+    gae,
+    geometric_surrogate,
     group_advantage,
     hinge_preference,
     imitate_chosen,
@@ -29,6 +33,7 @@ from jaxrl_llm.transforms import (
     normalize_by_token,
     odds_preference,
     penalize_kl,
+    penalize_value_error,
     reinforce_surrogate,
     returns_to_go,
     reward_entropy,
@@ -37,6 +42,8 @@ from jaxrl_llm.transforms import (
     sequence_ratio,
     sequence_ratio_per_token,
     shape_overlong,
+    simko_surrogate,
+    soft_surrogate,
     square_preference,
     token_ratio,
     truncate_importance,
@@ -46,9 +53,12 @@ from jaxrl_llm.transforms import (
 __all__ = [
     "RECIPES",
     "cdpo",
+    "cispo",
     "dapo",
     "dpo",
+    "dppo",
     "dr_grpo",
+    "gmpo",
     "grpo",
     "gspo",
     "gspo_token",
@@ -56,10 +66,13 @@ __all__ = [
     "ipo",
     "kto",
     "orpo",
+    "ppo",
     "reinforce",
     "reward_model",
     "rloo",
     "robust_dpo",
+    "sapo",
+    "simko",
     "simpo",
     "trpo",
 ]
@@ -251,6 +264,112 @@ def gspo_token(
 # ---------------------------------------------------------------------------------- over pairs of answers
 
 
+def cispo(
+    high: float = 5.0,
+    low: float | None = None,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE under a capped, detached ratio; mean over tokens.
+
+    high and low are ratios. The paper does not state its cap; 5 is that of ScaleRL (arXiv 2510.13786) and of SkyRL. Its
+    dynamic sampling and length penalty are not here.
+    """
+    return chain(
+        group_advantage(scale="std"),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        cispo_surrogate(high=high, low=low),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def sapo(
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate for the clip; mean over sequences."""
+    return chain(
+        group_advantage(scale="std"),
+        *_corrections(importance_cap, anchor),
+        normalize_by_sequence(),
+        token_ratio(anchor=anchor),
+        soft_surrogate(tau_positive=tau_positive, tau_negative=tau_negative),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def dppo(
+    kind: str = "tv",
+    low: float | None = None,
+    high: float | None = None,
+    anchor: str = "behavior",
+    cap: float = 10.0,
+    k: int = 16,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """Divergence PPO (arXiv 2602.04879): tokens are masked by how far their probability moved; mean over tokens.
+
+    kind: "tv", "kl", "topk_tv" or "topk_kl". The anchor is that of the ratio and of the divergence. The top-k kinds
+    with anchor="behavior" need lists recorded by the sampler; with "proximal" the learner makes them.
+    """
+    return chain(
+        group_advantage(scale="std"),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        divergence_surrogate(kind=kind, low=low, high=high, anchor=anchor, cap=cap, k=k),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def simko(
+    share: float = 0.01,
+    k: int = 3,
+    quantile: float = 0.8,
+    boost: float = 1.1,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "proximal",
+) -> LossTransform:
+    """SimKO (arXiv 2510.14807): GRPO that spreads the gain of good answers over the top-k tokens; mean over tokens."""
+    return chain(
+        group_advantage(scale="std"),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        simko_surrogate(share=share, k=k, quantile=quantile, boost=boost, low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def gmpo(
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """Geometric-mean policy optimisation (arXiv 2507.20673): bounds in nats, applied before the mean of log-ratios."""
+    return chain(
+        group_advantage(scale="std"),
+        *_corrections(importance_cap, anchor),
+        normalize_by_sequence(),
+        token_ratio(anchor=anchor),
+        geometric_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
 def _pairs(surrogate: LossTransform, nll_coef: float | None, average: bool = True) -> LossTransform:
     """Mean over pairs of a preference loss, with nll_coef times the NLL of the chosen answer where it is given."""
     extra = [imitate_chosen(nll_coef, average=average)] if nll_coef else []
@@ -317,18 +436,61 @@ def reward_model(margin: float = 0.0, center: float | None = 0.0) -> LossTransfo
     return _pairs(score_preference(margin, center or 0.0), None)
 
 
-def trpo(entropy_coef: float | None = 0.0, eps: float = 1e-6) -> LossTransform:
-    """Trust region policy optimisation (arXiv 1502.05477, eq. 14): l_t = -A_t r_t, r_t = π_t / proximal_t, not clipped.
+def ppo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    bootstrap: bool = False,
+    whiten: bool = True,
+    value_coef: float | None = 0.0,
+    value_clip: float | None = 0.2,
+    kl_coef: float | None = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coef: float | None = 0.0,
+    anchor: str = "proximal",
+    dual: float | None = None,
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """Proximal policy optimisation with a critic (arXiv 1707.06347, eq. 7 and 9): GAE, whitened, mean over tokens.
 
-    What keeps the policy close is the step that minimises it: `learner.trust_region.make_trust_region_step`, with
-    its bound on the KL. Departures: the advantage is relative to the group, for want of a critic; mean over tokens.
+    The critic (`learner.critic`) has parameters and a loss of its own; value_coef adds that loss, clipped by
+    value_clip, to this one (eq. 9's c_1), for a critic that shares the policy's parameters. gamma = lam = 1, as in
+    every system for language models (the paper: 0.99 and 0.95). The paper's values are not clipped. bootstrap: an answer cut by
+    the length limit is worth what the critic expects after it.
     """
     return chain(
-        group_advantage(scale="std", eps=eps),
+        gae(gamma=gamma, lam=lam, bootstrap=bootstrap),
+        *([whiten_advantage()] if whiten else []),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high, dual=dual),
+        *([penalize_value_error(value_coef, clip=value_clip)] if value_coef else []),
+        *_optional(kl_coef=kl_coef, kl_estimator=kl_estimator, entropy_coef=entropy_coef),
+    )
+
+
+def trpo(
+    gamma: float = 1.0,
+    lam: float | None = None,
+    eps: float = 1e-6,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """Trust region policy optimisation (arXiv 1502.05477, eq. 14): l_t = -A_t r_t, r_t = π_t / proximal_t, not clipped.
+
+    What keeps the policy close is the step that minimises it, within a bound on the KL:
+    `learner.trust_region.make_trust_region_step`. The advantage is relative to the group (scaled by std + eps),
+    without a critic; with lam it is GAE(gamma, lam), whitened, of the critic's values. Mean over tokens.
+    """
+    by_group = [group_advantage(scale="std", eps=eps)]
+    return chain(
+        *(by_group if lam is None else [gae(gamma=gamma, lam=lam), whiten_advantage()]),
         normalize_by_token(),
         token_ratio(anchor="proximal"),
         clip_surrogate(low=math.inf, high=math.inf),
-        *_optional(entropy_coef=entropy_coef),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
     )
 
 
@@ -340,6 +502,11 @@ RECIPES: dict[str, Callable[..., LossTransform]] = {
     "dapo": dapo,
     "gspo": gspo,
     "gspo_token": gspo_token,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "simko": simko,
+    "gmpo": gmpo,
     "dpo": dpo,
     "cdpo": cdpo,
     "robust_dpo": robust_dpo,
@@ -349,6 +516,7 @@ RECIPES: dict[str, Callable[..., LossTransform]] = {
     "orpo": orpo,
     "simpo": simpo,
     "reward_model": reward_model,
+    "ppo": ppo,
     "trpo": trpo,
 }
 """{name: recipe}; what a config names."""
