@@ -135,6 +135,7 @@ def make_update_step(
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
+    wants_lists = "topk_logprob" in needed_fields(objective)
 
     accumulate = policy is None and remat is True
 
@@ -146,6 +147,7 @@ def make_update_step(
             config,
             micro,
             entropy=True if wants_entropy else ("detached" if entropy else False),
+            topk=wants_lists,
             remat=remat,
             chunk=chunk,
             blocks=shards,
