@@ -47,7 +47,7 @@ from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
-from jaxrl_llm.learner.score import fill_logprobs, make_score
+from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, topk_size
 from jaxrl_llm.learner.state import finish_train_step, init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.objectives import build_objective, check_trainable, uses_groups
@@ -173,6 +173,18 @@ class Run:
             raise InputError(f"mesh: {error}") from None
         self.snapshots = SnapshotStore(
             folder / "snapshots", keep_last=config.snapshots.keep_last, keep_every=config.snapshots.keep_every
+        self.score_lists = None
+        if listed := topk_size(self.objective):
+            try:
+                self.score_lists = make_score_lists(
+                    model.config,
+                    listed,
+                    self.mesh,
+                    micro_batch_rows=learner.micro_batch_rows,
+                    chunk=learner.head_chunk,
+                )
+            except ValueError as error:
+                raise InputError(f"objective: {error}") from None
         )
         self.model_config, self.tokenizer = model.config, model.tokenizer
         self.digest = model.digest
@@ -215,7 +227,7 @@ class Run:
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
         config = self.config
         begin = time.perf_counter()
-        batch = fill_logprobs(batch, self.state, self.score, self.needed)
+        batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
         scored = time.perf_counter()
