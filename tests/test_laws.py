@@ -144,7 +144,7 @@ STAGES = {
     ],
     "next_token": [
         jrl.next_token(0.1),
-        jrl.next_token(0.1, "positive", jrl.normalize_by_token()),
+        jrl.next_token(0.1, "positive", 0.4),
     ],
     "adaptive_kl": [jrl.adaptive_kl(0.05), jrl.adaptive_kl(0.05, normalize=jrl.normalize_by_token())],
     "adaptive_entropy": [jrl.adaptive_entropy(coef=0.1)],
@@ -245,7 +245,7 @@ CHAINS = {
         jrl.penalize_log_ratio_square(0.1),
         jrl.adaptive_kl(0.05),
         jrl.adaptive_entropy(coef=0.1),
-        jrl.next_token(0.1, "positive", jrl.normalize_by_sequence()),
+        jrl.next_token(0.1, "positive", 0.0, jrl.normalize_by_sequence()),
     ),
     "teacher and critic": jrl.chain(
         jrl.returns_to_go(),

@@ -11,10 +11,11 @@ import jax
 from jaxrl_llm.losses import divergences, values
 from jaxrl_llm.losses.ratios import token_log_ratio
 from jaxrl_llm.ops.numerics import keep
+from jaxrl_llm.ops.segments import trajectories
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import LossTransform, Parts, stage
 from jaxrl_llm.transforms.dataflow import require
-from jaxrl_llm.transforms.normalize import own_norm, penalty_parts
+from jaxrl_llm.transforms.normalize import normalize_by_token, own_norm, penalty_parts
 from jaxrl_llm.types import LossState, TokenBatch
 
 __all__ = [
@@ -176,37 +177,46 @@ def penalize_value_error(
 
 
 @stage(
-    reads=lambda a: (*(("batch.advantage",) if a["where"] == "positive" else ()), *own_count(a)),
+    reads=lambda a: (
+        *(("batch.reward", "batch.reward_valid", "batch.count") if a["where"] == "positive" else ()),
+        *own_count(a),
+    ),
     writes=("loss.penalties",),
 )
 def next_token(
-    coef: float = 1.0, where: str = "all", normalize: LossTransform | None = None, *, name: str
+    coef: float = 1.0,
+    where: str = "all",
+    threshold: float = 0.0,
+    normalize: LossTransform | None = None,
+    *,
+    name: str,
 ) -> Parts:
     """-coef · log π_t: cross-entropy of the tokens themselves (supervised fine-tuning).
 
-    where="positive": only tokens with A_t > 0, the imitation of good answers beside a policy term (VAPO, arXiv
-    2504.05118, eq. 15; NeMo's positive_example_nll_weight) or alone (rejection-sampling fine-tuning); a normaliser
-    of its own then counts those tokens only. Tokens of an environment's output (ECHO; prime-rl's `ce` component)
-    are trained when the batch's mask has them: `masked(next_token(...), where=...)` restricts the stage to them,
-    and the other stages to the rest. Metric: `nll`.
+    where="positive": only trajectories with a reward > threshold: the imitation of good answers beside a policy term
+    (VAPO, arXiv 2504.05118, eq. 15; NeMo's positive_example_nll_weight), or alone (rejection-sampling fine-tuning).
+    It is then a mean over their tokens, or by the given normaliser over them. Tokens of an environment's output
+    (ECHO; prime-rl's `ce` component) are trained when the batch's mask has them: `masked(next_token(...), where=...)`
+    restricts the stage to them, and the other stages to the rest. Metric: `nll`.
     """
     checks.number("next_token", "coef", coef)
     checks.choice("next_token", "where", where, ("all", "positive"))
-
-    def chosen(batch: TokenBatch) -> Array:
-        if where == "all":
-            return batch.mask
-        return batch.mask & (require(name, batch, "advantage") > 0)
-
+    checks.number("next_token", "threshold", threshold)
+    if where == "positive" and normalize is None:
+        normalize = normalize_by_token()
     own = own_norm(name, normalize)
 
     def prepare(batch: TokenBatch) -> TokenBatch:
-        counted = batch.mask if batch.counted is None else batch.counted
-        return batch.replace(norms=own(batch.replace(counted=counted & chosen(batch))).norms)
+        chosen = batch.mask if batch.counted is None else batch.mask & batch.counted
+        if where == "positive":
+            each = trajectories(batch.trajectory, batch.mask)
+            total = each.spread(each.sum(batch.reward, batch.mask))
+            chosen = chosen & batch.reward_valid & (total > threshold)
+        return batch.replace(norms=own(batch.replace(counted=chosen)).norms)
 
     def apply(loss: LossState, batch: TokenBatch) -> LossState:
-        on = chosen(batch)
-        nll = keep(on, -loss.logprob)
-        return loss.log("nll", nll, on).penalize(name, coef * nll, batch.norms.get(name))
+        norm = batch.norms.get(name)
+        nll = -loss.logprob
+        return loss.log("nll", nll, None if norm is None else norm > 0).penalize(name, coef * nll, norm)
 
     return Parts(prepare=None if own is None else prepare, apply=apply)
