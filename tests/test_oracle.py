@@ -50,6 +50,7 @@ CONVENTIONS = {
     "weight_pooled": "verl's GMPO multiplies by the geometric mean of the weights it is given; the adapter pools them.",
     "divergence_given": "The authors' loss is handed its top-k divergence; the adapter makes a list of one token that "
     "has it.",
+    "empty_value": "TRL's GMPO adds -A to the loss for a row without a trained token, a constant; it is taken off.",
     "ratio_capped": "The authors cap the weight of a token and keep its gradient in their PPO ablation too; capped tokens "
     "are left out.",
     "rejected_not_pooled": "AReaL pools the sequence ratio over the tokens that its mask keeps, ours over all trained "
@@ -1424,6 +1425,10 @@ def trl_gmpo(case):
     if c["beta"]:
         stages.append(jrl.penalize_kl(c["beta"]))
         unclamped = near((logprob, case["ref_per_token_logps"]))
+    empty = ~np.any(mask != 0, axis=1)
+    if empty.any():
+        case.convention("empty_value")
+        case.out = {**case.out, "loss": case.out["loss"] + np.sum(case["advantages"] * empty) / len(mask)}
     policy(
         case,
         stages,
