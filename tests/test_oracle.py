@@ -70,7 +70,7 @@ REFUSED = {
 }
 
 LATER = {
-    "areal": "compute_advantages dpo_preference_loss "
+    "areal": "compute_advantages dpo_preference_loss",
     "nemo-rl": "DPOLoss GAE GDPOAdvantage OPDAdvantage ReinforcePlusPlusAdvantage",
     "openrlhf": "DPOLoss LogExpLoss PairWiseLoss apply_stop_properly_penalty",
     "prime-rl": "adv_rae ",
