@@ -9,32 +9,45 @@ What a recipe leaves out of its paper is in its docstring.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxrl_llm.transforms import (
     LossTransform,
+    approximate_proximal,
     chain,
     cispo_surrogate,
     clip_surrogate,
+    distill_advantage,
     divergence_surrogate,
     drop_truncated,
     gae,
     geometric_surrogate,
+    greedy_baseline_advantage,
     group_advantage,
     hinge_preference,
+    imitate,
     imitate_chosen,
     kto_preference,
     leave_one_out_advantage,
+    length_weighted_advantage,
     logistic_preference,
+    mask_importance,
+    mask_second_moment,
+    multi_reward_advantage,
+    next_token,
     normalize_by_length_limit,
     normalize_by_pair,
     normalize_by_sequence,
     normalize_by_sequence_sum,
     normalize_by_token,
     odds_preference,
+    pass_at_k_advantage,
     penalize_kl,
+    penalize_kl_in_reward,
+    penalize_log_ratio_square,
     penalize_value_error,
     reinforce_surrogate,
+    rescaled_group_advantage,
     returns_to_go,
     reward_entropy,
     robust_preference,
@@ -55,23 +68,38 @@ __all__ = [
     "cdpo",
     "cispo",
     "dapo",
+    "decoupled_ppo",
     "dpo",
     "dppo",
     "dr_grpo",
+    "gdpo",
     "gmpo",
+    "gpg",
     "grpo",
     "gspo",
     "gspo_token",
     "hinge",
+    "icepop",
     "ipo",
     "kto",
+    "m2po",
+    "maxrl",
+    "opd",
+    "opo",
     "orpo",
+    "pass_at_k",
     "ppo",
+    "prime_rl",
+    "prorl",
     "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
     "reward_model",
     "rloo",
     "robust_dpo",
     "sapo",
+    "sft",
     "simko",
     "simpo",
     "trpo",
@@ -256,6 +284,178 @@ def gspo_token(
         *_corrections(importance_cap, anchor),
         normalize_by_sequence(),
         sequence_ratio_per_token(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+# ---------------------------------------------------------------------------- other baselines and advantages
+
+
+def reinforce_pp(
+    gamma: float = 1.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    reward_kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """REINFORCE++ (arXiv 2501.03262): returns to go, whitened over the tokens of the batch, PPO's clip, no critic.
+
+    reward_kl_coef is the paper's KL in the reward, k1 for every token; it needs a reference model and is off here.
+    """
+    return chain(
+        *([penalize_kl_in_reward(reward_kl_coef)] if reward_kl_coef else []),
+        returns_to_go(gamma),
+        whiten_advantage(),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(entropy_coef=entropy_coef),
+    )
+
+
+def reinforce_pp_baseline(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """REINFORCE++-baseline (arXiv 2501.03262): the mean of the group as baseline, then whitening over the batch.
+
+    The paper's KL in the loss is k2, off by default here.
+    """
+    return chain(
+        group_advantage(scale="none"),
+        whiten_advantage(),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, kl_estimator="k2", entropy_coef=entropy_coef),
+    )
+
+
+def remax(
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """ReMax (arXiv 2310.10505): REINFORCE with the reward of the greedy answer as baseline, sum over tokens.
+
+    Needs batch.baseline_reward. The paper's KL is in the reward (`penalize_kl_in_reward`); kl_coef here is a k3
+    penalty in the loss.
+    """
+    return chain(
+        greedy_baseline_advantage(),
+        *_corrections(importance_cap),
+        normalize_by_sequence_sum(),
+        reinforce_surrogate(),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def opo(
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """On-policy RL with the optimal baseline (arXiv 2505.23585): length-weighted baseline, no clip, no KL.
+
+    One update a batch, as the paper: with more, its advantage is no longer that of the sampling policy. Mean over
+    tokens.
+    """
+    return chain(
+        length_weighted_advantage(),
+        *_corrections(importance_cap),
+        normalize_by_token(),
+        reinforce_surrogate(),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def gpg(
+    entropy_coef: float | None = 0.0,
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """Group policy gradient (arXiv 2504.02546): plain REINFORCE, rescaled for groups without a signal, no KL.
+
+    Mean over tokens.
+    """
+    return chain(
+        rescaled_group_advantage(),
+        *_corrections(importance_cap),
+        normalize_by_token(),
+        reinforce_surrogate(),
+        *_optional(entropy_coef=entropy_coef),
+    )
+
+
+def maxrl(
+    entropy_coef: float | None = 0.0,
+    importance_cap: float | None = None,
+    eps: float = 0.0,
+) -> LossTransform:
+    """Maximum likelihood RL (arXiv 2602.02710): A = (R - mean) / mean, REINFORCE, mean over tokens, no KL.
+
+    For rewards ≥ 0. Towards rare successes its gradient is that of log p and not of p. eps = 0 as prime-rl (authors:
+    1e-6); a group whose mean is not positive has advantage 0.
+    """
+    return chain(
+        group_advantage(scale="mean", eps=eps),
+        *_corrections(importance_cap),
+        normalize_by_token(),
+        reinforce_surrogate(),
+        *_optional(entropy_coef=entropy_coef),
+    )
+
+
+def pass_at_k(
+    k: int = 4,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """Pass@k training (arXiv 2508.10751): the analytic advantage of the best of k, in DAPO's loss without clip-higher.
+
+    Groups must hold more than k answers for it to differ from rewarding the whole group.
+    """
+    return chain(
+        pass_at_k_advantage(k=k),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def gdpo(
+    weights: Mapping[str, float] | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """GDPO (arXiv 2601.05242): each part of the reward normalised in its group, summed, normalised over trajectories.
+
+    Needs batch.rewards, the parts by name; `weights` chooses among them. The loss is GRPO's.
+    """
+    return chain(
+        multi_reward_advantage(weights),
+        whiten_advantage(level="trajectory", eps=1e-4),
+        *_corrections(importance_cap, anchor),
+        normalize_by_sequence(),
+        token_ratio(anchor=anchor),
         clip_surrogate(low=clip_low, high=clip_high),
         *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
     )
@@ -494,6 +694,165 @@ def trpo(
     )
 
 
+def decoupled_ppo(
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cap: float | None = 5.0,
+    approximate: bool = False,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5): clip around the proximal policy, weigh by proximal / behavior.
+
+    Tokens whose weight exceeds cap are dropped (AReaL's behave_imp_weight_cap); the denominator stays.
+    approximate=True interpolates the proximal policy by versions and needs no second forward pass. Departure: the
+    advantage is relative to the group, without a critic.
+    """
+    if approximate:
+        corrections, ratio = [], approximate_proximal(cap=cap)
+    else:
+        corrections, ratio = [mask_importance(None, cap)], token_ratio(anchor="proximal")
+    return chain(
+        group_advantage(scale="std"),
+        *corrections,
+        normalize_by_token(),
+        ratio,
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def icepop(
+    low: float = 0.5,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """IcePop (Ring-1T, arXiv 2510.18855): GRPO whose tokens are weighed by proximal / behavior in [low, high], else dropped.
+
+    Sampler and learner that compute one token differently teach nothing by it. Dropped tokens stay in the denominator.
+    """
+    return chain(
+        group_advantage(scale="std"),
+        mask_importance(low, high),
+        normalize_by_sequence(),
+        token_ratio(anchor="proximal"),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def m2po(
+    limit: float = 0.04,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """Second-moment trust policy optimisation (M2PO; Zheng et al., "Prosperity before Collapse", 2025; on PPO, arXiv 1707.06347).
+
+    For stale data: the fewest tokens are dropped that bring the mean of (log behavior - log proximal)² below limit;
+    the rest is weighed by proximal / behavior and clipped around the proximal policy, as AReaL does it.
+    """
+    return chain(
+        group_advantage(scale="std"),
+        mask_second_moment(limit),
+        truncate_importance(math.inf),
+        normalize_by_token(),
+        token_ratio(anchor="proximal"),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def prime_rl(
+    low: float = 0.2,
+    high: float = 0.2,
+    square_coef: float | None = 1e-3,
+    kl_coef: float | None = 0.0,
+    entropy_coef: float | None = 0.0,
+) -> LossTransform:
+    """prime-rl's default: DPPO's total-variation mask (arXiv 2602.04879) and a squared log-ratio (arXiv 2602.02276).
+
+    The advantage is the reward minus the group's mean, unscaled; the ratio to the sampler is not capped. The policy
+    term is -A sg(r) log π, theirs -A r: equal gradients. They also leave tokens of zero advantage out of the
+    denominator.
+    """
+    return chain(
+        group_advantage(scale="none"),
+        normalize_by_token(),
+        token_ratio(anchor="behavior"),
+        divergence_surrogate("tv", low=low, high=high, cap=math.inf),
+        *([penalize_log_ratio_square(square_coef)] if square_coef else []),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+def prorl(
+    clip_low: float = 0.2,
+    clip_high: float = 0.4,
+    kl_coef: float | None = 1e-3,
+    entropy_coef: float | None = 0.0,
+    anchor: str = "behavior",
+    importance_cap: float | None = None,
+) -> LossTransform:
+    """ProRL (arXiv 2505.24864): GRPO's advantage, DAPO's clip and token mean, and a KL to a reference that is reset.
+
+    The reset, every few hundred steps or when validation stalls, is `learner.state.reset_reference`, of the optimiser
+    too; so is dynamic sampling a filter of the rollout. The default of kl_coef is ours: that of verl and SkyRL.
+    """
+    return chain(
+        group_advantage(scale="std"),
+        *_corrections(importance_cap, anchor),
+        normalize_by_token(),
+        token_ratio(anchor=anchor),
+        clip_surrogate(low=clip_low, high=clip_high),
+        *_optional(kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+# ------------------------------------------------------------------------------------------ imitation
+
+
+def opd(
+    coef: float = 1.0, over: str = "sampled", kind: str = "reverse", entropy_coef: float | None = 0.0
+) -> LossTransform:
+    """On-policy distillation: the policy's own answers, judged token by token by a teacher (arXiv 2306.13649).
+
+    over="sampled": A_t = coef (log teacher - log behavior) of the sampled token, times the ratio to the sampler,
+    not clipped (tinker's importance sampling): the reverse KL by policy gradient, from one log-prob a token.
+    over="topk" or "vocabulary": the divergence itself, `imitate` with this kind (forward, reverse, jsd).
+    """
+    if over != "sampled":
+        return chain(
+            normalize_by_token(),
+            imitate(coef, kind=kind, over=over),
+            *_optional(entropy_coef=entropy_coef),
+        )
+    return chain(
+        distill_advantage(coef),
+        normalize_by_token(),
+        token_ratio(anchor="behavior"),
+        clip_surrogate(low=math.inf, high=math.inf),
+        *_optional(entropy_coef=entropy_coef),
+    )
+
+
+def sft(
+    by_sequence: bool = False, positive: bool = False, threshold: float = 0.0, kl_coef: float | None = 0.0
+) -> LossTransform:
+    """Supervised fine-tuning: -log π_t of the tokens of the data, mean over tokens (InstructGPT, arXiv 2203.02155, §3.5).
+
+    by_sequence=True: mean over sequences of their means. positive=True trains only trajectories with a reward above
+    threshold: rejection-sampling fine-tuning (arXiv 2308.01825).
+    """
+    normalizer = normalize_by_sequence() if by_sequence else normalize_by_token()
+    chosen = next_token(where="positive", threshold=threshold, normalize=normalizer)
+    return chain(normalizer, chosen if positive else next_token(), *_optional(kl_coef=kl_coef))
+
+
 RECIPES: dict[str, Callable[..., LossTransform]] = {
     "reinforce": reinforce,
     "rloo": rloo,
@@ -518,5 +877,20 @@ RECIPES: dict[str, Callable[..., LossTransform]] = {
     "reward_model": reward_model,
     "ppo": ppo,
     "trpo": trpo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "maxrl": maxrl,
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+    "decoupled_ppo": decoupled_ppo,
+    "icepop": icepop,
+    "m2po": m2po,
+    "prime_rl": prime_rl,
+    "prorl": prorl,
+    "opd": opd,
+    "sft": sft,
 }
 """{name: recipe}; what a config names."""
