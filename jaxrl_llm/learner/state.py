@@ -15,7 +15,7 @@ from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.types import LearnerState
 
-__all__ = ["finish_train_step", "init_state"]
+__all__ = ["finish_train_step", "init_state", "move_reference", "reset_reference"]
 
 
 def _master(x: jax.Array) -> jax.Array:
@@ -91,3 +91,45 @@ def init_state(
 def finish_train_step(state: LearnerState) -> LearnerState:
     """The state after all updates of one rollout batch: snapshot `version + 1`."""
     return dataclasses.replace(state, version=state.version + 1)
+
+
+def _reference(state: LearnerState, caller: str) -> Any:
+    if state.reference is None:
+        raise ValueError(
+            f"{caller}: the learner state keeps no reference. Create it with init_state(..., reference=True)."
+        )
+    return state.reference
+
+
+def reset_reference(
+    state: LearnerState, optimizer: optax.GradientTransformation | None = None
+) -> LearnerState:
+    """The reference becomes a copy of the current parameters (ProRL, arXiv 2505.24864, §3.2.1).
+
+    Args:
+      optimizer: also starts the optimiser anew, as ProRL does; None keeps its moments.
+
+    Raises:
+      ValueError: the state keeps no reference.
+    """
+    _reference(state, "reset_reference")
+    state = dataclasses.replace(state, reference=jax.tree.map(jnp.copy, state.params))
+    return state if optimizer is None else dataclasses.replace(state, opt_state=optimizer.init(state.params))
+
+
+def move_reference(state: LearnerState, tau: float) -> LearnerState:
+    """reference ← tau · params + (1 - tau) · reference (TR-DPO, arXiv 2404.09656; TRL: tau 0.6 every 512 steps).
+
+    Raises:
+      ValueError: the state keeps no reference, or tau is not in [0, 1].
+    """
+    reference = _reference(state, "move_reference")
+    if not 0.0 <= tau <= 1.0:
+        raise ValueError(f"move_reference: tau must lie in [0, 1], got {tau!r}.")
+
+    def between(there: jax.Array, here: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(there.dtype, jnp.floating):
+            return here
+        return (there + tau * (here - there)).astype(there.dtype)
+
+    return dataclasses.replace(state, reference=jax.tree.map(between, reference, state.params))
