@@ -22,6 +22,13 @@ EXTRA = {  # what a preference loss is made of
     **dict.fromkeys(("decoupled_ppo", "icepop", "m2po"), {"batch.logprob_proximal"}),
     "prorl": {"batch.logprob_reference"},
     "opd": {"batch.logprob_teacher"},
+    "simko": {
+        "batch.logprob_proximal",
+        "batch.topk_ids(k=3)",
+        "batch.topk_logprob_proximal",
+        "loss.topk_logprob",
+        "loss.entropy",
+    },
 }
 
 

@@ -168,7 +168,7 @@ def agent_baseline_advantage(agents: int = 1, decay: float = 0.95, initial: floa
         if agents > 1:
             agent = require("agent_baseline_advantage", batch, "agent")
             # The largest of -1 and the role + 1, so that a role below the range is not taken for 0.
-            of = of.at[each.entry].max(jnp.where(batch.mask, agent + 1, 0)) - 1
+            of = of.at[each.entry].max(jnp.where(batch.mask, agent.astype(jnp.int32) + 1, 0)) - 1
         known = valid & (of >= 0) & (of < agents)
         of = jnp.where(known, of, 0)
         old = state["baseline"]
