@@ -56,6 +56,9 @@ CONVENTIONS = {
     "rejected_not_pooled": "AReaL pools the sequence ratio over the tokens that its mask keeps, ours over all trained "
     "ones; the adapter clears the rejected ones from the mask.",
     "mean_advantage": "AReaL's GSPO takes the mean advantage of the sequence; ours that of each token.",
+    "states_of_masked_tokens": "SkyRL and OpenRLHF let GAE run over masked tokens as if they were states; the adapter "
+    "trains them and counts them nowhere else.",
+    "reward_beside_the_mask": "AReaL puts outcomes and values one place before the token that they belong to.",
     "float32": "The system computes this in float32.",
     "current_as_behavior": "NeMo weighs its KL by exp(log π - sg log π): behavior is the current policy, detached.",
     "ranked_by_system": "TRL ranks the tokens of the batch by the entropy of the current policy, which we refuse: the "
@@ -70,22 +73,22 @@ REFUSED = {
 }
 
 LATER = {
-    "areal": "compute_advantages dpo_preference_loss",
-    "nemo-rl": "DPOLoss GAE GDPOAdvantage OPDAdvantage ReinforcePlusPlusAdvantage",
-    "openrlhf": "DPOLoss LogExpLoss PairWiseLoss apply_stop_properly_penalty",
-    "prime-rl": "adv_rae ",
-    "rlax": "entropy_loss lambda_returns truncated_gae vtrace_td_error_and_advantage",
-    "skyrl": "adv_gae ",
-    "slime": "gae ",
-    "tinker-cookbook": "incorporate_kl_penalty",
-    "trl": "cpo_loss dpo_compute_loss kto_compute_loss "
-    "orpo_odds_ratio_loss rloo_compute_loss",
-    "tunix": "compute_gae_advantages dpo_loss_fn",
-    "verl": "adv_gae adv_gdpo adv_gpg adv_grpo_passk adv_opo adv_optimal_token_baseline "
-    "adv_remax adv_tir_optimal_token_baseline "
+    "areal": "",
+    "nemo-rl": "",
+    "openrlhf": "",
+    "prime-rl": "",
+    "rlax": "entropy_loss vtrace_td_error_and_advantage",
+    "skyrl": "",
+    "slime": "",
+    "tinker-cookbook": "",
+    "trl": "rloo_compute_loss",
+    "tunix": "",
+    "verl": "adv_optimal_token_baseline "
+    "adv_tir_optimal_token_baseline ",
 }
 
 LATER_CONFIGURATIONS = {
+    "rarer preference losses": "EXO, NCA, BCO, SPPO, AOT, APO, DiscoPOP and f-DPO variants of TRL: refused, no recipe names them",
     "random Clip-Cov": "which of several tokens is drawn depends on PyTorch's generator",
     "PPO mask of another policy": "an ablation of DPPO's authors: PPO's mask from the proximal policy under the ratio to "
     "the sampler",
@@ -305,14 +308,17 @@ def group_ids(case, count, size=None):
     return np.arange(count) // size
 
 
-def advantages(case, stages, reward, group, mask, theirs, skip_single=True, where=None, **tolerance):
+def advantages(
+    case, stages, reward, group, mask, theirs, skip_single=True, where=None, fields=None, **tolerance
+):
     """Compares advantages that are made of one reward a row."""
     mask = np.asarray(mask) != 0
     lively = mask.copy()
     if not mask.any(axis=1).all():
         case.convention("empty_in_group")
         lively[~mask.any(axis=1), 0] = True
-    batch = batch_of(lively, reward=reward, group=group).replace(counted=jnp.asarray(pad(mask, False)))
+    batch = batch_of(lively, reward=reward, group=group, **(fields or {}))
+    batch = batch.replace(counted=jnp.asarray(pad(mask, False)))
     (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
     where = mask if where is None else mask & where
     sizes = np.array([np.sum((group == g) & np.isfinite(reward)) for g in group])
@@ -433,18 +439,18 @@ def maxrl(eps):
 
 def prime_grpo(case):
     if case.config.get("length_penalty", "") is not None:
-        raise Later("length penalty")
+        prime_length_penalty(case)
+        return
     case.convention("float32")
     whole_rows(lambda case: [jrl.group_advantage(scale="none")])(case)
 
 
 def nemo_grpo(case):
     std, others = case.config["normalize_rewards"], case.config["use_leave_one_out_baseline"]
-    if std and others:
-        raise Later("leave-one-out std")
     case.convention("float32")
-    eps = case.config["epsilon"]
-    stages = [jrl.leave_one_out_advantage() if others else jrl.group_advantage(scale=scale_of(std), eps=eps)]
+    scale, eps = scale_of(std), case.config["epsilon"]
+    make = jrl.leave_one_out_advantage if others else jrl.group_advantage
+    stages = [make(scale=scale, eps=eps)]
     whole_rows(lambda case: stages)(case)
 
 
@@ -452,22 +458,24 @@ def trl_grpo_advantages(case):
     c = case.config
     reward = case["rewards_per_func"]
     weights = array(c.get("reward_weights") or [1.0] * reward.shape[1])
-    if c.get("multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
-        raise Later("advantages of several rewards")
-    scale = c.get("scale_rewards", "group")
-    if scale == "batch":
-        raise Later("std over the batch")
+    scale = {"group": "std"}.get(c.get("scale_rewards", "group"), c.get("scale_rewards", "group"))
+    eps = c.get("eps", 1e-4)
+    if c.get("multi_objective_aggregation", "sum_then_normalize") == "normalize_then_sum":
+        parts = {f"reward_{k}": column for k, column in enumerate(reward.T)}
+        group = np.arange(len(reward)) // c["num_generations"]
+        after = [jrl.whiten_advantage(level="trajectory", eps=eps)]
+        named = dict(zip(parts, map(float, weights), strict=True))
+        several(case, parts, named, group, np.ones((len(group), 2)), after, case.out["advantages"], eps)
+        return
     total = np.nansum(reward * weights, axis=1)
     total[np.isnan(reward).all(axis=1)] = np.nan  # no reward function could score it
     group = np.arange(len(total)) // c["num_generations"]
-    stages = [jrl.group_advantage(scale=scale_of(scale == "group"), eps=c.get("eps", 1e-4))]
+    stages = [jrl.group_advantage(scale=scale, eps=eps)]
     advantages(case, stages, total, group, np.ones((len(total), 2)), case.out["advantages"])
 
 
 def trl_rloo_advantages(case):
     c = case.config
-    if c["normalize_advantages"]:
-        raise Later("normalised over sequences")
     mask = case["completion_mask"] != 0
     reward = case["rewards"]
     lively = mask.copy()
@@ -481,7 +489,8 @@ def trl_rloo_advantages(case):
         lively, reward=reward, group=group, logprob_behavior=behavior, logprob_reference=reference
     )
     stages = [jrl.penalize_kl_in_reward(c["beta"])] if c["beta"] else []
-    chain = chain_of(*stages, jrl.leave_one_out_advantage(), jrl.normalize_by_token())
+    white = jrl.whiten_advantage(level="trajectory", eps=1e-4) if c["normalize_advantages"] else None
+    chain = chain_of(*stages, jrl.leave_one_out_advantage(), white, jrl.normalize_by_token())
     (ours,) = prepared(chain, batch, "advantage")
     theirs = np.broadcast_to(array(case.out["advantages"])[:, None], mask.shape)
     case.same("advantage", ours, theirs, mask)
@@ -489,16 +498,20 @@ def trl_rloo_advantages(case):
 
 def slime_advantages(case):
     c = case.config
-    if c["use_opd"]:
-        raise Later("distillation in the advantage")
     estimator = c["advantage_estimator"]
-    if estimator == "reinforce_plus_plus_baseline" and c["kl_coef"]:
-        raise Later("KL in the advantage")
     case.convention("float32")
     mask = case["mask"] != 0
     if estimator != "reinforce_plus_plus":  # rewards arrive normalised; they are spread over the tokens
-        batch = batch_of(mask, advantage=case["rewards"])
-        (ours,) = prepared(chain_of(jrl.given_advantage(), jrl.normalize_by_token()), batch, "advantage")
+        fields, stage = {}, None
+        if c["use_opd"]:
+            fields = dict(logprob_behavior=case["log_probs"], logprob_teacher=case["teacher_log_probs"])
+            stage = jrl.distill_advantage(c["opd_kl_coef"], add=True)
+        elif estimator == "reinforce_plus_plus_baseline" and c["kl_coef"]:
+            fields = dict(logprob_behavior=case["log_probs"], logprob_reference=case["ref_log_probs"])
+            stage = jrl.distill_advantage(c["kl_coef"], add=True, anchor="reference")
+        batch = batch_of(mask, advantage=case["rewards"], **fields)
+        chain = chain_of(jrl.given_advantage(), stage, jrl.normalize_by_token())
+        (ours,) = prepared(chain, batch, "advantage")
         case.same("advantage", ours, case.out["advantages"], mask)
         return
     batch = batch_of(
@@ -525,12 +538,18 @@ def areal_rewards(case):
     c = case.config
     reward = case["x"]
     whole = c["mean_level"] == "batch"
-    if (c["mean_level"], c["std_level"]) == ("group", "batch"):
-        raise Later("std over the batch")
-    if c["mean_leave1out"] and c["std_level"]:
-        raise Later("leave-one-out std")
     group = np.zeros(len(reward), int) if whole else np.arange(len(reward)) // c["group_size"]
-    if c["mean_leave1out"]:
+    ddof = int(c["std_unbiased"])
+    if (c["mean_level"], c["std_level"]) == ("group", "batch"):
+        # the std of what is left after the means, over all rows
+        mean = jrl.leave_one_out_advantage() if c["mean_leave1out"] else jrl.group_advantage(scale="none")
+        stages = [mean, jrl.whiten_advantage(ddof=ddof, eps=c["eps"], level="trajectory")]
+    elif c["mean_leave1out"] and c["std_level"]:
+        # Its std is around the mean of the others: mean and std are both n / (n - 1) times ours, eps is not.
+        assert c["mean_level"] == c["std_level"]
+        size = len(reward) if whole else c["group_size"]
+        stages = [jrl.group_advantage(ddof=ddof, eps=c["eps"] * (size - 1) / size)]
+    elif c["mean_leave1out"]:
         stages = [jrl.leave_one_out_advantage()]
     else:
         stages = [
@@ -552,11 +571,14 @@ def whitened(case, values, mask, theirs, ddof, eps, **tolerance):
 
 
 def areal_token_norm(case):
-    if case.config["mean_level"] != "batch":
-        raise Later("std over the batch")
+    """Over the batch, or each group for itself."""
+    c, x, mask, theirs = case.config, case["x"], case["loss_mask"], array(case.out["normalized"])
     case.convention("eps_outside_root")
-    ddof = int(case.config["std_unbiased"])
-    whitened(case, case["x"], case["loss_mask"], case.out["normalized"], ddof, 0.0, rtol=1e-4, atol=1e-5)
+    assert c["mean_level"] == c["std_level"] and not c["mean_leave1out"]
+    size = len(x) if c["mean_level"] == "batch" else c["group_size"]
+    for start in range(0, len(x), size):
+        part, ddof = slice(start, start + size), int(c["std_unbiased"])
+        whitened(case, x[part], mask[part], theirs[part], ddof, 0.0, rtol=1e-4, atol=1e-5)
 
 
 def areal_masked_norm(case):
@@ -581,9 +603,8 @@ def openrlhf_advantages(case):
     c = case.config
     estimator, kl = c["estimator"], c["kl_coef"]
     if estimator == "gae":
-        raise Later("GAE")
-    if kl and estimator != "reinforce":
-        raise Later("KL in the advantage")
+        openrlhf_gae(case)
+        return
     mask, reward = case["action_mask"] != 0, case["rewards"]
     group = np.arange(len(reward)) // c["n_samples_per_prompt"]
     case.convention("float32")
@@ -606,7 +627,347 @@ def openrlhf_advantages(case):
         "dr_grpo": [jrl.group_advantage(scale="none")],
         "reinforce_baseline": [jrl.group_advantage(scale="none"), jrl.whiten_advantage(ddof=0)],
     }[estimator]
-    advantages(case, stages, reward, group, mask, case.out["advantages"])
+    fields = {}
+    if kl:  # off the advantage, and off that of the tokens before
+        fields = dict(logprob_behavior=case["kl"], logprob_reference=np.zeros(mask.shape))
+        stages.insert(1, jrl.distill_advantage(kl, add=True, anchor="reference", gamma=float(c["gamma"])))
+    advantages(case, stages, reward, group, mask, case.out["advantages"], fields=fields)
+
+
+# ------------------------------------------------------------- critics, streams, several rewards, teachers
+
+
+def critic(case, mask, reward, value, gamma, lam, whiten_ddof=None, every_token=False, stages=(), **options):
+    """GAE of a chain against the advantages and returns of a system; options: of `gae`, and fields of the batch."""
+    mask = np.asarray(mask) != 0
+    if every_token:
+        case.convention("states_of_masked_tokens")
+    fields = {k: options.pop(k) for k in ("bootstrap_value", "truncated") if k in options}
+    batch = batch_of(np.ones_like(mask) if every_token else mask, reward=reward, value=value, **fields)
+    batch = batch.replace(counted=jnp.asarray(pad(mask, False)))
+    chain = chain_of(
+        *stages,
+        jrl.gae(float(gamma), float(lam), **options),
+        None if whiten_ddof is None else jrl.whiten_advantage(ddof=whiten_ddof),
+        jrl.normalize_by_token(),
+    )
+    ours, to_go = prepared(chain, batch, "advantage", "returns")
+    case.same("advantage", ours, case.out["advantages"], mask)
+    case.same("returns", to_go, case.out["returns"], mask)
+
+
+def outcome(mask, reward):
+    """The reward of each row on its last trained token; nothing where there is none."""
+    mask = np.asarray(mask) != 0
+    stream = np.zeros(mask.shape)
+    for row in np.flatnonzero(mask.any(axis=1)):
+        stream[row, np.flatnonzero(mask[row])[-1]] = reward[row]
+    return stream
+
+
+def verl_gae(case):
+    case.convention("not_remasked")
+    mask, reward = case["response_mask"], case["token_level_rewards"]
+    critic(case, mask, reward, case["values"], case.config["gamma"], case.config["lam"], 1)
+
+
+def skyrl_gae(case):
+    case.convention("not_remasked")
+    mask, reward = case["response_mask"], case["token_level_rewards"]
+    critic(case, mask, reward, case["values"], case.config["gamma"], case.config["lambd"], 1, True)
+
+
+def tunix_gae(case):
+    case.convention("float32")
+    case.convention("not_remasked")
+    c = case.config
+    critic(case, case["completion_mask"], case["rewards"], case["values"], c["gamma"], c["gae_lambda"], 1)
+
+
+def slime_gae(case):
+    mask = np.arange(case["values"].shape[1]) < case["lens"][:, None]
+    critic(case, mask, case["rewards"], case["values"], case.config["gamma"], case.config["lam"])
+
+
+def nemo_gae(case):
+    c, mask = case.config, case["mask"]
+    options = {}
+    if c["gae_lambda_value"] is not None:
+        options["lam_value"] = float(c["gae_lambda_value"])
+    if c["length_adaptive_alpha"] and c["gae_lambda_value"] is not None:
+        options["length_adaptive"] = float(c["length_adaptive_alpha"])
+    lam = c["gae_lambda"] if c["gae_lambda_policy"] is None else c["gae_lambda_policy"]
+    ddof = 0 if c["normalize_advantages"] else None
+    reward = outcome(mask, case["rewards"])
+    critic(case, mask, reward, case["values"], c["gae_gamma"], lam, ddof, **options)
+
+
+def openrlhf_gae(case):
+    c, mask = case.config, case["action_mask"] != 0
+    case.convention("float32")
+    case.convention("not_remasked")
+    low, high = c["reward_clip_range"]
+    reward = outcome(mask, np.clip(case["rewards"], low, high)) - c["kl_coef"] * case["kl"] * mask
+    critic(case, mask, reward, case["values"] * mask, c["gamma"], c["lambd"], 0, True)
+
+
+def areal_advantages(case):
+    """Entry t of AReaL is about token t + 1: its mask, values and rewards are one place earlier."""
+    c, mask = case.config, array(case.out["loss_mask_rolled"]) != 0
+    case.convention("float32")
+    case.convention("reward_beside_the_mask")
+    length = case["attention_mask"].sum(axis=1).astype(int)
+    reward = np.zeros(mask.shape)
+    at = np.arange(len(length)), length - 2
+    assert np.all(mask[at])
+    reward[at] = case["rewards"]
+    stages = [jrl.rescale_reward(float(c.get("scale", 1.0)), float(c.get("bias", 0.0)), 20.0)]
+    group = np.arange(len(length))
+    if (norm := c.get("reward_norm")) is not None:
+        group = group // norm["group_size"]
+        stages = [jrl.group_advantage(ddof=int(norm["std_unbiased"]), eps=norm["eps"])]
+    whole = {name: case[name] for name in ("values",) if case.given(name)}
+    value = whole.get("values", np.zeros(mask.shape))
+    fields = {}
+    kl = c.get("kl", 0.0)
+    if kl:
+        old = np.roll(case["logprobs"], -1, axis=1)
+        fields = dict(logprob_behavior=old, logprob_reference=case["ref_logp_shifted"])
+        stages.append(jrl.penalize_kl_in_reward(float(kl)))
+    full = length == mask.shape[1]
+    after = np.broadcast_to(value[:, -1:], mask.shape)
+    batch = batch_of(
+        mask, reward=reward, value=value, group=group, truncated=full, **fields
+    ).replace(bootstrap_value=jnp.asarray(pad(after)))
+    if c.get("reward_norm") is None:
+        stages.append(jrl.gae(float(c.get("gamma", 1.0)), float(c.get("lam", 1.0)), bootstrap=True))
+    (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"], mask)
+
+
+def episodes(discount):
+    """Ids of the runs of steps that a discount of 0 ends."""
+    return np.cumsum(np.concatenate([[0], np.asarray(discount)[:-1] == 0])).astype(int)
+
+
+def rlax_returns(case, value, after):
+    """(advantage, returns) [T] of GAE with a value before each step and one after the last."""
+    reward, discount = case["r_t"], case["discount_t"]
+    ids = episodes(discount)
+    gamma = max(discount) if np.any(discount) else 0.0
+    assert np.all((discount == gamma) | (discount == 0))
+    mask = np.ones((1, len(reward)))
+    batch = batch_of(mask, reward=reward[None], value=value[None])
+    ends = np.append(ids[1:] != ids[:-1], discount[-1] == 0)
+    end = np.where(ends, 0.0, after)  # only the last episode goes on
+    wide = jnp.asarray(pad(np.broadcast_to(end, (1, len(reward)))))
+    ids = jnp.asarray(pad(ids[None]) + 100 * np.arange(up(1))[:, None], jnp.int32)
+    batch = batch.replace(bootstrap_value=wide, truncated=jnp.ones_like(batch.truncated), trajectory=ids)
+    chain = chain_of(
+        jrl.gae(float(gamma), float(case.config["lambda_"]), bootstrap=True), jrl.normalize_by_token()
+    )
+    ours, to_go = prepared(chain, batch, "advantage", "returns")
+    return ours[0, : len(reward)], to_go[0, : len(reward)]
+
+
+def rlax_gae(case):
+    values = case["values"]
+    ours, _ = rlax_returns(case, values[:-1], values[-1])
+    case.same("advantage", ours, case.out["advantages"])
+
+
+def rlax_lambda_returns(case):
+    # v_t is the value after step t. The return of a step does not depend on the value before it.
+    value = case["v_t"]
+    _, ours = rlax_returns(case, np.append(0.0, value[:-1]), value[-1])
+    case.same("returns", ours, case.out["returns"])
+
+
+def verl_gdpo(case):
+    case.convention("float32")
+    mask, group = case["response_mask"], group_ids(case, len(case["response_mask"]))
+    parts = sorted(k for k in case.inputs if k.startswith("reward_"))
+    weights = case.config["reward_weights"] or [1.0] * len(parts)
+    several(
+        case,
+        {name: case[name] for name in parts},
+        dict(zip(parts, weights, strict=True)),
+        group,
+        mask,
+        [jrl.whiten_advantage()],
+        case.out["advantages"],
+        case.config["epsilon"],
+    )
+
+
+def several(case, parts, weights, group, mask, after, theirs, eps, scale="std", **tolerance):
+    """multi_reward_advantage over parts [B] of the reward, against an advantage by row or token."""
+    mask = np.asarray(mask) != 0
+    assert mask.any(axis=1).all()
+    known = np.any([np.isfinite(x) for x in parts.values()], axis=0)
+    batch = batch_of(mask, reward=np.where(known, 0.0, np.nan), group=group)
+    streams = {
+        # A part that is missing sits there as NaN; other rows carry it on their last token.
+        name: jnp.asarray(pad(outcome(mask, x)))
+        for name, x in parts.items()
+    }
+    chain = chain_of(
+        jrl.multi_reward_advantage(weights, scale=scale, eps=eps), *after, jrl.normalize_by_token()
+    )
+    (ours,) = prepared(chain, batch.replace(rewards=streams), "advantage")
+    theirs = array(theirs)
+    theirs = np.broadcast_to(theirs[:, None] if theirs.ndim == 1 else theirs, mask.shape)
+    case.same("advantage", ours, theirs, mask, **tolerance)
+
+
+def nemo_gdpo(case):
+    c = case.config
+    if c["use_leave_one_out_baseline"] or not c["normalize_rewards"]:
+        raise Later("leave-one-out std")
+    case.convention("float32")
+    parts = {k: case[k] for k in sorted(case.inputs) if k.startswith("reward_")}
+    weights = dict(zip(parts, c["reward_weights"] or [1.0] * len(parts), strict=True))
+    group = case["group"].astype(int)
+    after = [jrl.whiten_advantage(level="trajectory", eps=0.0)]
+    several(case, parts, weights, group, np.ones((len(group), 2)), after, case.out["advantages"], 1e-6)
+
+
+def nemo_reinforce_pp(case):
+    c, mask = case.config, case["mask"] != 0
+    case.convention("float32")
+    case.convention("not_remasked")
+    reward, group = case["rewards"], case["group"].astype(int)
+    lively = mask.copy()
+    if not mask.any(axis=1).all():
+        case.convention("empty_in_group")
+        lively[~mask.any(axis=1), 0] = True
+    batch = batch_of(
+        lively,
+        reward=reward,
+        group=group,
+        logprob_behavior=case["logprobs_policy"],
+        logprob_reference=case["logprobs_reference"],
+    ).replace(counted=jnp.asarray(pad(mask, False)))
+    base = jrl.group_advantage(scale="none") if c["minus_baseline"] else jrl.returns_to_go()
+    assert c["kl_type"] == "k1"
+    chain = chain_of(
+        base,
+        jrl.distill_advantage(c["kl_coef"], add=True, anchor="reference"),
+        jrl.whiten_advantage(ddof=0),
+        jrl.normalize_by_token(),
+    )
+    (ours,) = prepared(chain, batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"], mask)
+
+
+def nemo_opd(case):
+    mask = case["mask"] != 0
+    batch = batch_of(mask, logprob_behavior=case["prev_logprobs"], logprob_teacher=case["teacher_logprobs"])
+    (ours,) = prepared(chain_of(jrl.distill_advantage(), jrl.normalize_by_token()), batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"])
+
+
+def tinker_kl(case):
+    c, mask = case.config, case["mask"] != 0
+    case.convention("float32")
+    batch = batch_of(
+        mask,
+        advantage=case["advantages"],
+        logprob_behavior=case["sampling_logprobs"],
+        logprob_reference=case["base_logprobs"],
+    )
+    stage = jrl.distill_advantage(
+        c["kl_penalty_coef"],
+        add=True,
+        anchor="reference",
+        gamma=float(c["kl_discount_factor"]),
+        center=True,
+    )
+    chain = chain_of(jrl.given_advantage(), stage, jrl.normalize_by_token())
+    (ours,) = prepared(chain, batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"], mask)
+
+
+def verl_remax(case):
+    mask, baseline = case["response_mask"] != 0, case["reward_baselines"]
+    batch = batch_of(mask, reward=case["token_level_rewards"]).replace(
+        baseline_reward=jnp.asarray(pad(np.broadcast_to(baseline[:, None], mask.shape)))
+    )
+    chain = chain_of(jrl.greedy_baseline_advantage(), jrl.normalize_by_token())
+    ours, to_go = prepared(chain, batch, "advantage", "returns")
+    case.same("advantage", ours, case.out["advantages"])
+    case.same("returns", to_go, case.out["returns"], mask)
+
+
+def verl_opo(case):
+    """Rows without a trained token weigh nothing, so they are left as they are."""
+    mask = case["response_mask"] != 0
+    reward = case["token_level_rewards"].sum(axis=1)
+    group = group_ids(case, len(reward))
+    batch = batch_of(mask, reward=reward, group=group)
+    (ours,) = prepared(
+        chain_of(jrl.length_weighted_advantage(), jrl.normalize_by_token()), batch, "advantage"
+    )
+    sizes = np.array([np.sum((group == g) & mask.any(axis=1)) for g in group])
+    if np.any(sizes == 1):
+        case.convention("group_of_one")
+    case.same("advantage", ours, case.out["advantages"], mask & (sizes > 1)[:, None])
+
+
+def verl_gpg_advantage(case):
+    token_rewards(lambda c: [jrl.rescaled_group_advantage(rescale="nonzero")])(case)
+
+
+def prime_rae(case):
+    """One trajectory after the other, each against the baseline that the ones before it have moved."""
+    agents = sorted(set(case.inputs["agents"]))
+    stage = jrl.agent_baseline_advantage(
+        len(agents), float(case.config["decay"]), float(case.config["initial_baseline"])
+    )
+    chain, state, ours = chain_of(stage), None, []
+    state = chain.init()
+    for reward, agent in zip(case["rewards"], case.inputs["agents"], strict=True):
+        batch = batch_of(np.ones((1, 2)), reward=np.array([reward]))
+        batch = batch.replace(agent=jnp.full(batch.shape, agents.index(agent), jnp.int32))
+        batch, state = chain.prepare(batch, state)
+        ours.append(float(batch.advantage[0, 1]))
+    case.same("advantage", np.array(ours), case.out["advantages"])
+    found = np.asarray(state["agent_baseline_advantage"]["baseline"])
+    case.same("baselines", found, [case.out["baselines"][agent] for agent in agents])
+
+
+def openrlhf_stop_properly(case):
+    coef = float(case.config["stop_properly_penalty_coef"])
+    case.convention("float32")
+    stage = jrl.shape_truncated(coef) if coef >= 0 else jrl.shape_truncated(value=coef)
+    reward = case["rewards"]
+    batch = batch_of(np.ones((len(reward), 2)), reward=reward, truncated=case["truncated"] != 0)
+    chain = chain_of(stage, jrl.returns_to_go(), jrl.normalize_by_token())
+    (ours,) = prepared(chain, batch, "reward")
+    case.same("reward", ours.sum(axis=1), case.out["rewards"])
+
+
+def prime_length_penalty(case):
+    """A batch whose rows have as many tokens, and as many spans of trained ones, as the system counts."""
+    c, reward = case.config, case["rewards"]
+    case.convention("float32")
+    output, total, turns = (case[k].astype(int) for k in ("num_output_tokens", "num_total_tokens", "num_turns"))
+    mask = np.zeros((len(reward), total.max()), bool)
+    for row, (n, last, spans) in enumerate(zip(output, total, turns, strict=True)):
+        # every turn but the last one is one token, followed by one that is not trained
+        mask[row, last - (n - spans + 1) : last] = True
+        mask[row, last - (n - spans + 1) - 2 * np.arange(1, spans)] = True
+    columns = mask[:, 1:]  # the first token of a row is never trained
+    batch = batch_of(columns, reward=reward, group=np.zeros(len(reward), int))
+    stage = jrl.shape_length(*(float(c[f"num_{k}_weight"]) for k in ("output_tokens", "input_tokens", "turns")))
+    chain = chain_of(stage, jrl.group_advantage(scale="none"), jrl.normalize_by_token())
+    (ours,) = prepared(chain, batch, "advantage")
+    theirs = array(case.out["advantages"])
+    if reward.mean() < 0:
+        case.convention("negative_mean")
+        theirs = reward - reward.mean()  # nothing is taken off, where theirs pays long answers
+    last = np.array([np.flatnonzero(row)[-1] for row in columns])
+    case.same("advantage", ours[np.arange(len(reward)), last], theirs)
 
 
 # ------------------------------------------------------------------------------------ aggregation
@@ -1867,9 +2228,7 @@ def value_loss(names, gradient, clip, normalizer, clipped=None):
             raise Later("Huber beyond its bend")
         stage, factor = normalizer(case, mask)
         # with gamma 0 the returns are the stream of rewards
-        chain = chain_of(
-            jrl.returns_to_go(0.0), stage, jrl.penalize_value_error(1.0, clip=case.config[clip])
-        )
+        chain = chain_of(jrl.returns_to_go(0.0), stage, jrl.penalize_value_error(1.0, clip=case.config[clip]))
         total, grad, metrics = loss_in(chain, mask, "value", value, reward=returns, value=old)
         case.same("loss", total * factor, case.out["loss"])
         case.same("gradient", grad * factor, case.out[gradient])
@@ -2168,7 +2527,236 @@ CRITICS = {
     ),
 }
 
+# --------------------------------------------------------------------------------------- preferences
+
+
+def interleaved(chosen, rejected):
+    """Rows 2i and 2i + 1 of pair i."""
+    chosen, rejected = np.asarray(chosen), np.asarray(rejected)
+    return np.stack([chosen, rejected], axis=1).reshape(2 * len(chosen), *chosen.shape[1:])
+
+
+def pair_loss(objective, mask, logprob, value=None, **fields):
+    """(loss, gradient in log-probs, gradient in values, metrics) of a preference loss; one program a vector."""
+    batch = batch_of(mask, **fields)
+    value = np.zeros(np.shape(logprob)) if value is None else value
+
+    def total(logprob, value):
+        output = jrl.PolicyOutput(logprob=logprob, value=value)
+        return jrl.transforms.loss(objective, output, batch)
+
+    grad = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    (found, metrics), gradients = grad(jnp.asarray(pad(logprob)), jnp.asarray(pad(value)))
+    first, second = (crop(np.asarray(g)[:, 1:], np.shape(mask)) for g in gradients)
+    return float(found), first, second, {k: float(m.value) for k, m in metrics.items()}
+
+
+def answers(case, chosen, rejected, lengths=None):
+    """(mask, log-probs) [2 N, T] of sums of log-probs: each on the first of so many tokens."""
+    sums = interleaved(case[chosen], case[rejected])
+    lengths = np.ones(len(sums), int) if lengths is None else lengths
+    mask = np.arange(max(lengths.max(), 1)) < lengths[:, None]
+    return mask, np.where(np.arange(mask.shape[1]) == 0, sums[:, None], 0.0)
+
+
+def openrlhf_dpo(case):
+    beta, smoothing = case.config["beta"], case.config.get("label_smoothing", 0.0)
+    objective = jrl.ipo(beta, average=False) if case.config.get("ipo") else jrl.cdpo(beta, smoothing)
+    mask, logprob = answers(case, "policy_chosen_logps", "policy_rejected_logps")
+    _, reference = answers(case, "reference_chosen_logps", "reference_rejected_logps")
+    loss, gradient, _, metrics = pair_loss(objective, mask, logprob, logprob_reference=reference)
+    case.same("loss", loss, case.out["loss"])
+    case.same("chosen", gradient[0::2, 0], case.out["grad_policy_chosen"])
+    case.same("rejected", gradient[1::2, 0], case.out["grad_policy_rejected"])
+    case.same("chosen rewards", metrics["reward_chosen"], np.mean(case.out["chosen_rewards"]))
+    case.same("rejected rewards", metrics["reward_rejected"], np.mean(case.out["rejected_rewards"]))
+
+
+def openrlhf_reward_model(case):
+    score = interleaved(case["chosen_reward"], case["reject_reward"])[:, None]
+    margin = case["margin"] if case.given("margin") else np.zeros(len(score) // 2)
+    reward = interleaved(margin, np.zeros_like(margin))
+    mask = np.ones(score.shape, bool)
+    loss, _, gradient, _ = pair_loss(
+        jrl.reward_model(margin=1.0), mask, np.zeros(score.shape), score, reward=reward
+    )
+    case.same("loss", loss, case.out["loss"])
+    case.same("chosen", gradient[0::2, 0], case.out["grad_chosen"])
+    case.same("rejected", gradient[1::2, 0], case.out["grad_rejected"])
+
+
+def areal_dpo(case):
+    logits, beta = case["logits"], case.config["beta"]
+    objective = jrl.ipo(beta) if case.config["loss_type"] == "ipo" else jrl.dpo(beta)
+    case.convention("float32")
+    logprob = interleaved(logits, np.zeros_like(logits))[:, None]
+    mask = np.ones(logprob.shape, bool)
+    loss, gradient, _, _ = pair_loss(objective, mask, logprob, logprob_reference=np.zeros(logprob.shape))
+    case.same("loss", loss, case.out["loss"])
+    case.same("gradient", gradient[0::2, 0], case.out["grad_logits"])
+
+
+def nemo_dpo(case):
+    config, sample = case.config, case["sample_mask"] != 0
+    mask = (case["token_mask"] != 0) & sample[:, None]
+    objective = jrl.chain(
+        jrl.normalize_by_pair(),
+        jrl.logistic_preference(
+            config["reference_policy_kl_penalty"], average=config["preference_average_log_probs"]
+        ),
+        *(
+            [jrl.imitate_chosen(config["sft_loss_weight"], average=config["sft_average_log_probs"])]
+            if config["sft_loss_weight"]
+            else []
+        ),
+    )
+    logprob, reference = case["next_token_logprobs"], case["reference_logprobs"]
+    loss, gradient, _, metrics = pair_loss(objective, mask, logprob, logprob_reference=reference)
+    scale = config["preference_loss_weight"]
+    assert scale == 1.0
+    case.same("loss", loss, case.out["loss"])
+    case.same("gradient", gradient, case.out["grad_logprobs"], mask)
+    case.same("accuracy", metrics["pair_accuracy"], case.out["metrics"]["accuracy"])
+
+
+TRL_PAIRS = {
+    "sigmoid": lambda c: jrl.dpo(c["beta"]),
+    "sigmoid_norm": lambda c: jrl.dpo(c["beta"], average=True),
+    "ipo": lambda c: jrl.ipo(c["beta"]),
+    "hinge": lambda c: jrl.hinge(c["beta"]),
+    "robust": lambda c: jrl.robust_dpo(c["beta"], c["label_smoothing"]),
+}
+
+
+def trl_dpo(case):
+    config = case.config
+    if config["loss_type"] not in TRL_PAIRS or config.get("f_divergence_type", "reverse_kl") != "reverse_kl":
+        raise Later("rarer preference losses")
+    count = len(case["completion_mask"]) // 2
+    halves = np.arange(count), np.arange(count) + count
+    if case.given("chosen_rows"):
+        halves = case["chosen_rows"].astype(int), case["rejected_rows"].astype(int)
+    order = interleaved(*halves)
+    mask = case["completion_mask"][order] != 0
+    logprob, reference = case["per_token_logps"][order], case["ref_per_token_logps"][order]
+    objective = TRL_PAIRS[config["loss_type"]](config)
+    loss, gradient, _, _ = pair_loss(objective, mask, logprob, logprob_reference=reference)
+    case.same("loss", loss, case.out["loss"])
+    case.same("gradient", gradient, array(case.out["grad_per_token_logps"])[order], mask)
+
+
+def trl_kto(case):
+    config = case.config
+    if config["loss_type"] != "kto":
+        raise Later("rarer preference losses")
+    good = np.array(case.inputs["label"], bool)
+    own = case["completion_mask"] != 0
+    # Each answer is a row of a pair that lacks the other side. The reference's sum lies on one token of each.
+    first = own & (np.cumsum(own, axis=1) == 1)
+    sides = np.where(good, 0, 1) + 2 * np.arange(len(good))
+
+    def laid_out(x):
+        out = np.zeros((2 * len(good), own.shape[1]))
+        out[sides] = x
+        return out
+
+    mask = laid_out(own) != 0
+    point = (case["KL_logps"] - case["ref_KL_logps"])[:, None] * np.ones(own.shape)
+    objective = jrl.kto(config["beta"], config["desirable_weight"], config["undesirable_weight"])
+    loss, gradient, _, metrics = pair_loss(
+        objective,
+        mask,
+        laid_out(case["per_token_logps"]),
+        logprob_reference=laid_out(case["ref_logps"][:, None] * first),
+        reference_point=laid_out(point),
+    )
+    case.same("loss", loss, case.out["loss"])
+    case.same("gradient", gradient[sides], case.out["grad_per_token_logps"], own)
+    case.same("z", metrics["kto_point"], case.out["metrics"]["kl"][0])
+
+
+def trl_simpo(case):
+    config = case.config
+    if config["loss_type"] != "simpo":
+        raise Later("rarer preference losses")
+    assert config["alpha"] == 0.0
+    objective = jrl.chain(
+        jrl.normalize_by_pair(),
+        jrl.logistic_preference(
+            config["beta"], config["label_smoothing"], config["simpo_gamma"], reference=False, average=True
+        ),
+    )
+    loss, gradient, _, metrics = pair_loss(
+        objective, *answers(case, "policy_chosen_logps", "policy_rejected_logps")
+    )
+    case.same("loss", loss, case.out["loss"])
+    case.same("chosen", gradient[0::2, 0], case.out["grad_chosen"])
+    case.same("rejected", gradient[1::2, 0], case.out["grad_rejected"])
+    case.same("rewards", metrics["reward_chosen"], np.mean(case.out["chosen_rewards"]))
+
+
+def trl_orpo(case):
+    objective = jrl.chain(jrl.normalize_by_pair(), jrl.odds_preference(case.config["beta"]))
+    case.convention("float32")
+    loss, gradient, _, _ = pair_loss(
+        objective, *answers(case, "policy_chosen_logps", "policy_rejected_logps")
+    )
+    case.same("loss", loss, case.out["or_loss"])
+    case.same("chosen", gradient[0::2, 0], case.out["grad_chosen"])
+    case.same("rejected", gradient[1::2, 0], case.out["grad_rejected"])
+
+
+def tunix_dpo(case):
+    config = case.config
+    lengths = interleaved(case["chosen_lens"], case["rejected_lens"]).astype(int)
+    average = config.get("average_log_prob_orpo", False)
+    if config["algorithm"] == "orpo":
+        objective = jrl.orpo(config["lambda_orpo"], average=average)
+    else:
+        objective = jrl.cdpo(config["beta"], config.get("label_smoothing", 0.0))
+    mask, logprob = answers(case, "chosen_logps", "rejected_logps", lengths)
+    _, reference = answers(case, "ref_chosen_logps", "ref_rejected_logps", lengths)
+    loss, gradient, _, _ = pair_loss(objective, mask, logprob, logprob_reference=reference)
+    case.same("loss", loss, case.out["loss"])
+    case.same("gradient", [gradient[0::2, 0], gradient[1::2, 0]], case.out["grad"])
+
+
 ADAPTERS = {
+    ("openrlhf", "apply_stop_properly_penalty"): openrlhf_stop_properly,
+    ("prime-rl", "adv_rae"): prime_rae,
+    ("verl", "adv_grpo_passk"): token_rewards(
+        lambda c: [
+            jrl.pass_at_k_advantage(
+                form="max", scale=scale_of(c["norm_adv_by_std_in_grpo"]), eps=c["epsilon"]
+            )
+        ]
+    ),
+    ("verl", "adv_gpg"): verl_gpg_advantage,
+    ("verl", "adv_opo"): verl_opo,
+    ("verl", "adv_remax"): verl_remax,
+    ("tinker-cookbook", "incorporate_kl_penalty"): tinker_kl,
+    ("nemo-rl", "OPDAdvantage"): nemo_opd,
+    ("nemo-rl", "ReinforcePlusPlusAdvantage"): nemo_reinforce_pp,
+    ("nemo-rl", "GDPOAdvantage"): nemo_gdpo,
+    ("verl", "adv_gdpo"): verl_gdpo,
+    ("rlax", "lambda_returns"): rlax_lambda_returns,
+    ("rlax", "truncated_gae"): rlax_gae,
+    ("areal", "compute_advantages"): areal_advantages,
+    ("nemo-rl", "GAE"): nemo_gae,
+    ("slime", "gae"): slime_gae,
+    ("tunix", "compute_gae_advantages"): tunix_gae,
+    ("skyrl", "adv_gae"): skyrl_gae,
+    ("verl", "adv_gae"): verl_gae,
+    ("areal", "dpo_preference_loss"): areal_dpo,
+    ("nemo-rl", "DPOLoss"): nemo_dpo,
+    ("openrlhf", "DPOLoss"): openrlhf_dpo,
+    ("openrlhf", "LogExpLoss"): openrlhf_reward_model,
+    ("openrlhf", "PairWiseLoss"): openrlhf_reward_model,
+    ("trl", "cpo_loss"): trl_simpo,
+    ("trl", "dpo_compute_loss"): trl_dpo,
+    ("trl", "kto_compute_loss"): trl_kto,
+    ("trl", "orpo_odds_ratio_loss"): trl_orpo,
+    ("tunix", "dpo_loss_fn"): tunix_dpo,
     **CRITICS,
     ("areal", "m2po_mask"): areal_m2po,
     ("areal", "prox_logp_approx"): areal_proximal,
