@@ -131,12 +131,13 @@ def sample_batch(seed: int = 0, width: int = 12) -> TokenBatch:
     batch = batch.replace(topk_ids=jnp.asarray(ids, jnp.int32))
     output = tiny_policy(tiny_policy_params(), batch)
     current = output.logprob
+    listed = require("sample_batch", output, "topk_logprob")
 
     def near(scale: float) -> Array:
         return current + scale * rng.normal(size=current.shape)
 
     def near_topk(scale: float) -> Array:
-        return output.topk_logprob + scale * lists.normal(size=(*current.shape, 3))
+        return listed + scale * lists.normal(size=(*current.shape, 3))
 
     return batch.replace(
         topk_logprob_behavior=near_topk(0.2),

@@ -31,37 +31,42 @@ REST_FLOOR = 1e-12  # smallest mass of the tokens outside the list
 # ------------------------------------------------------------------------------ divergences of a token
 
 
+def _probability(logprob: Array) -> Array:
+    """At most 1, whatever rounding or a broken log-prob says."""
+    return jnp.exp(jnp.minimum(logprob, 0.0))
+
+
 def binary_tv(logprob: Array, anchor: Array) -> Array:
     """|p - p₀|: total variation between "this token" and "another one" (DPPO, arXiv 2602.04879)."""
     chex.assert_equal_shape([logprob, anchor])
-    return jnp.abs(jnp.exp(logprob) - jnp.exp(anchor))
+    return jnp.abs(_probability(logprob) - _probability(anchor))
 
 
 def binary_kl(logprob: Array, anchor: Array) -> Array:
     """p₀ log(p₀ / p) + (1 - p₀) log((1 - p₀ + 1e-8) / (1 - p + 1e-8)) (DPPO, arXiv 2602.04879)."""
     chex.assert_equal_shape([logprob, anchor])
     other, other_anchor = (jnp.maximum(-jnp.expm1(x), 0.0) for x in (logprob, anchor))
-    return jnp.exp(anchor) * (anchor - logprob) + other_anchor * (
+    return _probability(anchor) * (anchor - logprob) + other_anchor * (
         jnp.log(other_anchor + SMALL) - jnp.log(other + SMALL)
     )
 
 
 def _rest(logprob: Array) -> Array:
     """Mass of the tokens outside the list; logprob [B, T, K]."""
-    return jnp.maximum(1.0 - jnp.sum(jnp.exp(logprob), axis=-1), REST_FLOOR)
+    return jnp.maximum(1.0 - jnp.sum(_probability(logprob), axis=-1), REST_FLOOR)
 
 
 def topk_tv(logprob: Array, anchor: Array) -> Array:
     """½ (Σ_k |π_k - μ_k| + |π_rest - μ_rest|), [B, T] of [B, T, K]; the other tokens are one bucket."""
     chex.assert_equal_shape([logprob, anchor])
-    listed = jnp.sum(jnp.abs(jnp.exp(logprob) - jnp.exp(anchor)), axis=-1)
+    listed = jnp.sum(jnp.abs(_probability(logprob) - _probability(anchor)), axis=-1)
     return 0.5 * (listed + jnp.abs(_rest(logprob) - _rest(anchor)))
 
 
 def topk_kl(logprob: Array, anchor: Array) -> Array:
     """KL(μ ‖ π) = Σ_k μ_k log(μ_k / π_k) + μ_rest log(μ_rest / π_rest), [B, T] of [B, T, K]."""
     chex.assert_equal_shape([logprob, anchor])
-    listed = jnp.sum(jnp.exp(anchor) * (anchor - logprob), axis=-1)
+    listed = jnp.sum(_probability(anchor) * (anchor - logprob), axis=-1)
     rest, rest_anchor = _rest(logprob), _rest(anchor)
     return listed + rest_anchor * (jnp.log(rest_anchor) - jnp.log(rest))
 

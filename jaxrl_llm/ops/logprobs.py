@@ -145,7 +145,7 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
         else:
             lse = jax.nn.logsumexp(logits, axis=-1)
             entropy = jnp.zeros_like(lse)
-        lists = ()
+        lists: tuple[Array, ...] = ()
         if listed:
             lists = (jnp.take_along_axis(logits, listed[0], axis=-1) - lse[..., None],)
         elif plan.find:
@@ -155,7 +155,7 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
 
     def skip(x_RCD, target_RC, temperature_RC, *listed):
         zero = jnp.zeros(target_RC.shape, wide)
-        lists = ()
+        lists: tuple[Array, ...] = ()
         if listed:
             lists = (jnp.zeros(listed[0].shape, wide),)
         elif plan.find:
@@ -181,7 +181,7 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
 def _head_backward(plan, residuals, cotangents):
     h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, lse, entropy = residuals
     d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents[:2])
-    given = ()
+    given: tuple[Array, ...] = ()
     if listed_RMK is not None:
         given = listed_RMK, jnp.where(active_RM[..., None], cotangents.topk_logprob, 0.0)
     chunks = h_RMD.shape[1] // plan.chunk

@@ -52,6 +52,12 @@ HOW_TO_FILL = {
     "agent": "Set it to the role of each trajectory: batch.replace(agent=...), i32[B, T] from 0.",
     "value": "Score the batch with the critic before `prepare`, or pass value= to TokenBatch.from_rows.",
     "advantage": "Pass advantage= to TokenBatch.from_rows, or set batch.replace(advantage=...).",
+    "topk_logprob": "Ask the forward pass for it: ops.logprobs.policy_output(..., topk=True), or evaluate with "
+    "PolicyOutput(logprob=..., topk_logprob=...).",
+    "topk_logprob_proximal": "Score the batch with the learner before `prepare` (learner.score.make_score_lists; the "
+    "train loop does so when `needs` lists it), or set batch.replace(topk_logprob_proximal=...).",
+    "topk_logprob_behavior": "Record it while sampling and set batch.replace(topk_ids=..., topk_logprob_behavior=...), "
+    'or take the lists of the proximal policy: anchor="proximal".',
 }
 
 

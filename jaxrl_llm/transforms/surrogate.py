@@ -129,7 +129,7 @@ def cispo_surrogate(high: float, low: float | None = None):
     """
     checks.number("cispo_surrogate", "high", high, positive=True, finite=False)
     checks.number("cispo_surrogate", "low", low, low=0.0, optional=True)
-    if all(isinstance(x, (int, float)) for x in (low, high)) and low > high:
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
         raise ValueError(f"cispo_surrogate: low must be at most high, got low={low!r}, high={high!r}.")
 
     def apply(loss, batch):
