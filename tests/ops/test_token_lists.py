@@ -140,6 +140,7 @@ def batch(rows=4, width=12, **fields):
     )
 
 
+@jax.jit
 def dense(parameters, rows):
     hidden = forward(parameters, TINY, rows.tokens, rows.positions, rows.segments)
     logp = jax.nn.log_softmax(jnp.matmul(hidden, head_weight(parameters, TINY), precision="highest"))
