@@ -16,6 +16,7 @@ from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import head_logprobs, head_output, policy_output
+from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.transforms import needed_fields
 
 
@@ -209,3 +210,14 @@ def test_missing_lists_are_told():
     state = init_state(params(), optax.sgd(0.1), objective, key=jax.random.key(0))
     with pytest.raises(ValueError, match="topk_ids, which no scoring pass gives"):
         fill_logprobs(batch(), state, None, needed_fields(objective), make_score_lists(TINY, 3))
+
+
+def test_lists_on_a_mesh_are_those_of_one_device():
+    rows = batch(rows=8)
+    parameters = params()
+    alone = make_score_lists(TINY, 3)(parameters, rows)
+    spread = make_score_lists(TINY, 3, make_mesh(4, 2))(parameters, rows)
+    where = np.asarray(rows.mask)
+    assert np.array_equal(np.asarray(alone.topk_ids)[where], np.asarray(spread.topk_ids)[where])
+    np.testing.assert_allclose(alone.topk_logprob_proximal, spread.topk_logprob_proximal, atol=1e-4)
+    np.testing.assert_allclose(alone.logprob_proximal, spread.logprob_proximal, atol=1e-4)
