@@ -43,6 +43,21 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sft:
+    """Fine-tunes a model on given answers, or on pairs of them when the objective is dpo, ipo, kto, orpo, simpo,
+    reward_model or the like; the file is data.path of the config."""
+
+    config: tyro.conf.Positional[str]
+    """YAML file, for example configs/sft.yaml."""
+    run: str | None = None
+    """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
+    resume: bool = False
+    """Go on from the newest snapshot of the run folder."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set objective=dpo --set data.path=pairs.jsonl; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Eval:
     """Measures accuracy on held-out items, greedy and sampled, of a model or of a snapshot."""
 
@@ -132,6 +147,7 @@ class Bench:
 
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Sft, tyro.conf.subcommand("sft")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Report, tyro.conf.subcommand("report")]
@@ -174,6 +190,8 @@ def _run(command: Any) -> int:
     match command:
         case Train():
             return _train(command)
+        case Sft():
+            return _sft(command)
         case Eval():
             return _eval(command)
         case Sample():
@@ -212,7 +230,17 @@ def _train(args: Train) -> int:
     return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
 
 
-def _run_folder(args: Train) -> pathlib.Path:
+def _sft(args: Sft) -> int:
+    from jaxrl_llm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    run = _run_folder(args)
+    from jaxrl_llm.sft import sft
+
+    return sft(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+
+
+def _run_folder(args: Train | Sft) -> pathlib.Path:
     """The folder asked for; else runs/NAME, numbered so that nothing is overwritten."""
     if args.run is not None:
         return pathlib.Path(args.run)

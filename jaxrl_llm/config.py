@@ -67,6 +67,19 @@ class TaskSettings:
 
 
 @_section
+class DataSettings:
+    """Rows of `jaxrl sft`: answers, or pairs of them when the objective is a preference loss."""
+
+    path: str | None = None  # JSONL file, see data/sft.py and data/preferences.py
+    eval_path: str | None = None  # default: up to evaluation.items of the rows of `path`, a tenth at most
+    batch: Positive = 16  # examples, or pairs, per train step
+    min_reward: float | None = (
+        None  # rejection sampling: leave out examples with a lower reward, or with none
+    )
+    seed: Natural = 0  # of the order of the rows
+
+
+@_section
 class RolloutSettings:
     prompts: Positive = 16  # prompts (groups) per train step
     group_size: Positive = 8  # samples per prompt
@@ -145,6 +158,7 @@ class Config:
     objective: str | dict[str, Any] | list[Any] = "grpo"  # recipe | {recipe: …, args} | stages | module:name
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
     task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
+    data: DataSettings = dataclasses.field(default_factory=DataSettings)
     rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
     sampler: SamplerSettings = dataclasses.field(default_factory=SamplerSettings)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)

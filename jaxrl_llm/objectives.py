@@ -47,7 +47,7 @@ def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
 
 def uses_groups(objective: LossTransform) -> bool:
     """True when an advantage compares the samples of one prompt, so that one sample gives no signal."""
-    return any(stage.name in ("group_advantage", "leave_one_out_advantage") for stage in objective.info)
+    return any("batch.group" in info.reads and "batch.advantage" in info.writes for info in objective.info)
 
 
 def check_trainable(objective: LossTransform) -> None:

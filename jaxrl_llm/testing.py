@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.losses.divergences import forward_kl
 from jaxrl_llm.ops.numerics import quotient
 from jaxrl_llm.transforms import (
     LossTransform,
@@ -30,6 +31,8 @@ from jaxrl_llm.transforms import (
     evaluate,
     group_advantage,
     normalize_by_sequence,
+    returns_to_go,
+    takes_pairs,
     token_ratio,
 )
 from jaxrl_llm.transforms.dataflow import require
@@ -74,14 +77,23 @@ def tiny_policy_params(seed: int = 0) -> Array:
 
 
 def tiny_policy(params: Array, batch: TokenBatch) -> PolicyOutput:
-    """A bigram policy: log-probs and entropies of the batch's tokens. Differentiable in `params`.
+    """A bigram policy: log-probs, entropies, values and KL to a teacher at the batch's tokens. Differentiable in `params`.
 
     Depends on the token before only, hence right for padded and packed rows alike.
     """
     before = jnp.pad(batch.tokens, ((0, 0), (1, 0)))[:, :-1]
     logprobs = jax.nn.log_softmax(params, axis=-1)
     entropy = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-    return PolicyOutput(logprob=logprobs[before, batch.tokens], entropy=entropy[before])
+    teacher = jax.nn.log_softmax(tiny_policy_params(7), axis=-1)
+    output = PolicyOutput(
+        logprob=logprobs[before, batch.tokens],
+        entropy=entropy[before],
+        value=params[before, 0],
+        divergence=forward_kl(logprobs, teacher)[before],
+    )
+    if batch.topk_ids is None:
+        return output
+    return output.replace(topk_logprob=logprobs[before[..., None], batch.topk_ids])
 
 
 def sample_batch(seed: int = 0, width: int = 12) -> TokenBatch:
@@ -114,18 +126,40 @@ def sample_batch(seed: int = 0, width: int = 12) -> TokenBatch:
     trajectory = np.asarray(batch.trajectory).copy() * 13 + 5
     trajectory[2] = trajectory[1]
     batch = batch.replace(trajectory=jnp.asarray(trajectory, jnp.int32))
-    current = tiny_policy(tiny_policy_params(), batch).logprob
+    lists = np.random.default_rng([seed, 1])  # of its own, so that the numbers of the other fields stay
+    ids = lists.permuted(np.tile(np.arange(VOCABULARY), (8, width, 1)), axis=-1)[..., :3]
+    batch = batch.replace(topk_ids=jnp.asarray(ids, jnp.int32))
+    output = tiny_policy(tiny_policy_params(), batch)
+    current = output.logprob
+    listed = require("sample_batch", output, "topk_logprob")
 
     def near(scale: float) -> Array:
         return current + scale * rng.normal(size=current.shape)
 
+    def near_topk(scale: float) -> Array:
+        return listed + scale * lists.normal(size=(*current.shape, 3))
+
     return batch.replace(
+        topk_logprob_behavior=near_topk(0.2),
+        topk_logprob_proximal=near_topk(0.1),
         logprob_behavior=near(0.3),
         logprob_proximal=near(0.2),
         logprob_reference=near(0.5),
         logprob_teacher=near(0.5),
+        topk_logprob_teacher=tiny_policy(tiny_policy_params(7), batch).topk_logprob,
         advantage=jnp.asarray(rng.normal(size=current.shape)),
         value=jnp.asarray(rng.normal(size=current.shape)),
+        reference_point=jnp.broadcast_to(jnp.asarray(rng.normal(size=(8, 1))) + 0.5, current.shape),
+        bootstrap_value=jnp.asarray(rng.normal(size=current.shape)),
+        # Rows 1 and 2 are one trajectory. A part of the reward of row 5 could not be computed.
+        baseline_reward=jnp.broadcast_to(
+            jnp.asarray(rng.normal(size=(8, 1))[[0, 1, 1, 3, 4, 5, 6, 7]]), current.shape
+        ),
+        rewards={
+            "right": jnp.asarray(rng.integers(0, 3, current.shape) / 2),
+            "format": jnp.asarray(rng.integers(0, 2, current.shape) / 4).at[5, 5].set(jnp.nan),
+        },
+        agent=jnp.broadcast_to(jnp.array([0, 1, 1, 0, 1, 0, 1, 0], jnp.int32)[:, None], current.shape),
     )
 
 
@@ -190,7 +224,8 @@ def complete(transform: LossTransform) -> LossTransform:
     before: list[LossTransform] = []
     after: list[LossTransform] = []
     if "batch.advantage" not in inside:
-        (after if "batch.reward" in writes else before).append(group_advantage(name="_advantage"))
+        advantage = returns_to_go if "batch.returns" in reads - writes else group_advantage
+        (after if "batch.reward" in writes else before).append(advantage(name="_advantage"))
     if "batch.norm" not in writes:
         (before if reads & {"batch.norm", "batch.count"} else after).append(
             normalize_by_sequence(name="_norm")
@@ -400,8 +435,14 @@ def assert_on_policy_identity(objective: LossTransform, batch: TokenBatch | None
 
 
 def _on_policy(at: _Setting) -> None:
-    current = tiny_policy(at.params, at.batch).logprob
-    batch = at.batch.replace(logprob_behavior=current, logprob_proximal=current)
+    output = tiny_policy(at.params, at.batch)
+    current, lists = output.logprob, output.topk_logprob
+    batch = at.batch.replace(
+        logprob_behavior=current,
+        logprob_proximal=current,
+        topk_logprob_behavior=lists,
+        topk_logprob_proximal=lists,
+    )
     prepared, _ = at.objective.prepare(batch, at.objective.init())
     _, gradient, metrics = _measure(at.objective, at.params, prepared)
 
@@ -426,14 +467,17 @@ def check_transform(
     *,
     splits: Sequence[Sequence[int]] = ((3, 1, 4),),
     mesh: bool | None = None,
+    on_policy: bool | None = None,
 ) -> None:
     """Runs every law that holds for this kind of transform: a stage, or a whole objective.
 
     Split, padding and packing invariance and the detached weight hold for all; the on-policy identity is one
-    of ratios and surrogates.
+    of ratios and surrogates. Stages over pairs have their answers on rows 2i and 2i + 1: no packing, even splits.
 
     Args:
       mesh: whether to check mesh invariance, which compiles a program; default: where there are several devices.
+      on_policy: whether to check the on-policy identity; default: where nothing but the ratio or the policy term is
+        written. A surrogate that is no policy gradient on-policy, by design, says False.
 
     Raises:
       AssertionError: a law does not hold; the text names the law, the objective and both numbers.
@@ -442,10 +486,13 @@ def check_transform(
         at = _Setting(transform, batch)
         _split(at, splits)
         _padding(at)
-        _packing(at)
+        pairs = takes_pairs(at.objective)
+        if not pairs:
+            _packing(at)
         _detached(at)
         if len(jax.devices()) > 1 if mesh is None else mesh:
             _mesh(at, None)
         writes = {write for info in transform.info for write in info.writes}
-        if writes <= {"loss.log_ratio", "loss.policy"}:
+        usual = writes <= {"loss.log_ratio", "loss.policy"} and not pairs
+        if usual if on_policy is None else on_policy:
             _on_policy(at)

@@ -17,12 +17,13 @@ The parameters that the sampler reads are the learner's own tree: nothing is cop
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 
@@ -47,9 +48,11 @@ from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
-from jaxrl_llm.learner.score import fill_logprobs, make_score
+from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, topk_size
 from jaxrl_llm.learner.state import finish_train_step, init_state
+from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_trainable, uses_groups
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
@@ -57,10 +60,10 @@ from jaxrl_llm.rollout.pack import pack
 from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
-from jaxrl_llm.transforms import needed_fields
+from jaxrl_llm.transforms import LossTransform, needs, takes_pairs
 from jaxrl_llm.types import Mean, TokenBatch
 
-__all__ = ["Run", "train"]
+__all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -102,31 +105,39 @@ def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------- the run
 
 
-class Run:
-    """Everything that a run is made of, built and checked before anything is compiled."""
+class Source(Protocol):
+    """Where the data of a run comes from; resumable at any step."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
-        self.config, self.folder = config, folder
-        self.objective = build_objective(config.objective)
-        check_trainable(self.objective)
-        if config.rollout.group_size < 2 and uses_groups(self.objective):
-            raise InputError(
-                "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
-                "use at least 2, or an objective without group statistics."
-            )
-        self.needed = needed_fields(self.objective)
-        task = build_task(config)
-        sampling_params(config, task)  # refuses what contradicts itself
-        prepare_folder(folder, config, resume=resume)
+    def state(self) -> dict[str, Any]:
+        """Where it is, as JSON values."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a saved state. Raises InputError when it belongs to other data."""
+
+
+class BaseRun(abc.ABC):
+    """What every run is made of, wherever its data comes from: the learner, its state and its snapshots.
+
+    A subclass gives the data and the evaluation.
+    """
+
+    command = "train"  # of `jaxrl`
+    phase = "rollout"  # what getting the data is called, in the display and under time/
+    source: Source
+
+    def __init__(
+        self,
+        config: Config,
+        folder: pathlib.Path,
+        objective: LossTransform,
+        model: Model,
+        *,
+        policy: LearnerPolicy | None = None,
+        entropy: bool = True,
+    ):
+        self.config, self.folder, self.objective = config, folder, objective
+        self.needed = frozenset(need.field for need in needs(objective) if need.record == "batch")
         self.mesh = build_mesh(config)
-        model = configured_model(config)
-        self.policy = Policy(model, build_sampler(config, model), task)
-        self.source = PromptSource(
-            task,
-            model.tokenizer,
-            seed=config.task.seed,
-            max_prompt_tokens=prompt_room(config, task),
-        )
         updates = config.steps * config.learner.minibatches * config.learner.epochs
         o = config.optimizer
         try:
@@ -153,6 +164,8 @@ class Run:
                 micro_batch_rows=learner.micro_batch_rows,
                 remat=REMAT[learner.remat],
                 chunk=learner.head_chunk,
+                entropy=entropy,
+                policy=policy,
             )
         except ValueError as error:
             raise InputError(f"learner: {error}") from None
@@ -160,6 +173,18 @@ class Run:
         self.score = make_score(
             model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
         )
+        self.score_lists = None
+        if listed := topk_size(self.objective):
+            try:
+                self.score_lists = make_score_lists(
+                    model.config,
+                    listed,
+                    self.mesh,
+                    micro_batch_rows=learner.micro_batch_rows,
+                    chunk=learner.head_chunk,
+                )
+            except ValueError as error:
+                raise InputError(f"objective: {error}") from None
         try:
             self.state = init_state(
                 model.params,
@@ -177,46 +202,39 @@ class Run:
         )
         self.model_config, self.tokenizer = model.config, model.tokenizer
         self.digest = model.digest
-        # The learner consumes its parameters; nothing else may hold the ones that were loaded.
-        self.policy = dataclasses.replace(self.policy, model=dataclasses.replace(model, params=None))
-
-    # ---------------------------------------------------------------------------------- phases
 
     @property
     def version(self) -> int:
         """Train steps done."""
         return int(self.state.version)
 
-    def rollout(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
-        """Prompts, completions, rewards: one packed batch, its trajectories and their metrics."""
-        config = self.config
-        prompts = self.source.next_batch(config.rollout.prompts)
-        completions = self.policy.sampler.generate(
-            self.state.params,
-            prompts,
-            sampling_params(config, self.policy.task),
-            version=self.version,
-            on_progress=on_progress,
-        )
-        trajectories, metrics = collect(
-            completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
-        )
-        batch = pack(
-            trajectories,
-            pad_to_multiple=config.learner.pad_to_multiple,
-            row_tokens=config.learner.row_tokens,
-            rows_multiple=config.learner.micro_batch_rows,
-            learner_version=self.version,
-            pad_id=self.model_config.pad_id or 0,
-        )
-        metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
-        return batch, trajectories, metrics
+    @property
+    @abc.abstractmethod
+    def rows(self) -> int:
+        """Samples, examples or pairs of a train step, for the display."""
+
+    @abc.abstractmethod
+    def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
+        """The data of one train step: a batch, its trajectories (for samples.jsonl) and their metrics."""
+
+    @abc.abstractmethod
+    def evaluate(self, on_progress: Any = None) -> dict[str, float]:
+        """Figures of the current policy on held-out data."""
+
+    @abc.abstractmethod
+    def speed(self, row: dict[str, float]) -> float:
+        """Tokens per second of a train step, from its row of metrics."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is held-out data."""
+        return bool(self.config.evaluation.items)
 
     def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
         config = self.config
         begin = time.perf_counter()
-        batch = fill_logprobs(batch, self.state, self.score, self.needed)
+        batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
         scored = time.perf_counter()
@@ -236,22 +254,6 @@ class Run:
             "time/score": scored - begin,
             "time/update": done - scored,
         }
-
-    def evaluate(self, on_progress: Any = None) -> dict[str, float]:
-        """Accuracy on held-out items, greedy and (if configured) at the training temperature."""
-        config = self.config
-        return evaluate(
-            self.policy.sampler,
-            self.state.params,
-            self.policy.task,
-            self.tokenizer,
-            sampling_params(config, self.policy.task, n=1, seed=config.evaluation.seed),
-            n=config.evaluation.items,
-            seed=config.evaluation.seed,
-            sampled=config.evaluation.sampled,
-            max_prompt_tokens=prompt_room(config, self.policy.task),
-            on_progress=on_progress,
-        )
 
     def save(self, cursor: Any, metric: float | None = None) -> None:
         """Starts saving a snapshot of the state and of everything that the next train step depends on."""
@@ -280,6 +282,88 @@ class Run:
         self.snapshots.discard_after(self.version)
 
 
+class Run(BaseRun):
+    """A run of reinforcement learning, built and checked before anything is compiled."""
+
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+        objective = build_objective(config.objective)
+        if takes_pairs(objective):
+            raise InputError(
+                "objective: it compares pairs of given answers, which a rollout does not have. Train it with "
+                "`jaxrl sft` on a preference file (data.path)."
+            )
+        check_trainable(objective)
+        if config.rollout.group_size < 2 and uses_groups(objective):
+            raise InputError(
+                "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
+                "use at least 2, or an objective without group statistics."
+            )
+        task = build_task(config)
+        sampling_params(config, task)  # refuses what contradicts itself
+        prepare_folder(folder, config, resume=resume)
+        model = configured_model(config)
+        self.policy = Policy(model, build_sampler(config, model), task)
+        self.source: PromptSource = PromptSource(
+            task,
+            model.tokenizer,
+            seed=config.task.seed,
+            max_prompt_tokens=prompt_room(config, task),
+        )
+        super().__init__(config, folder, objective, model)
+        # The learner consumes its parameters; nothing else may hold the ones that were loaded.
+        self.policy = dataclasses.replace(self.policy, model=dataclasses.replace(model, params=None))
+
+    @property
+    def rows(self) -> int:
+        """Samples of a train step."""
+        return self.config.rollout.prompts * self.config.rollout.group_size
+
+    def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
+        """Prompts, completions, rewards: one packed batch, its trajectories and their metrics."""
+        config = self.config
+        prompts = self.source.next_batch(config.rollout.prompts)
+        completions = self.policy.sampler.generate(
+            self.state.params,
+            prompts,
+            sampling_params(config, self.policy.task),
+            version=self.version,
+            on_progress=on_progress,
+        )
+        trajectories, metrics = collect(
+            completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
+        )
+        batch = pack(
+            trajectories,
+            pad_to_multiple=config.learner.pad_to_multiple,
+            row_tokens=config.learner.row_tokens,
+            rows_multiple=config.learner.micro_batch_rows,
+            learner_version=self.version,
+            pad_id=self.model_config.pad_id or 0,
+        )
+        metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
+        return batch, trajectories, metrics
+
+    def evaluate(self, on_progress: Any = None) -> dict[str, float]:
+        """Accuracy on held-out items, greedy and (if configured) at the training temperature."""
+        config = self.config
+        return evaluate(
+            self.policy.sampler,
+            self.state.params,
+            self.policy.task,
+            self.tokenizer,
+            sampling_params(config, self.policy.task, n=1, seed=config.evaluation.seed),
+            n=config.evaluation.items,
+            seed=config.evaluation.seed,
+            sampled=config.evaluation.sampled,
+            max_prompt_tokens=prompt_room(config, self.policy.task),
+            on_progress=on_progress,
+        )
+
+    def speed(self, row: dict[str, float]) -> float:
+        """Sampled tokens per second of the rollout."""
+        return row["rollout/tokens"] / row["time/rollout"]
+
+
 def train(
     config: Config,
     folder: pathlib.Path,
@@ -303,17 +387,36 @@ def train(
     Raises:
       InputError: something is wrong with the input; nothing expensive was started.
     """
+    return session(Run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
+
+
+def session(
+    make_run: Callable[..., BaseRun],
+    config: Config,
+    folder: pathlib.Path,
+    *,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    invocation: str = "",
+) -> int:
+    """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it."""
     mine = not os.path.exists(folder / "config.yaml")
     try:
-        return _train(config, folder, resume=resume, overrides=overrides, invocation=invocation)
+        return _session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
     except InputError:
         if mine:
             abandon_folder(folder)
         raise
 
 
-def _train(
-    config: Config, folder: pathlib.Path, *, resume: bool, overrides: Sequence[str], invocation: str
+def _session(
+    make_run: Callable[..., BaseRun],
+    config: Config,
+    folder: pathlib.Path,
+    *,
+    resume: bool,
+    overrides: Sequence[str],
+    invocation: str,
 ) -> int:
     notes: list[str] = []
     if resume:
@@ -322,7 +425,7 @@ def _train(
         for note in notes:
             display.note(note)
         display.phase("loading", 0, 0)
-        run = Run(config, folder, resume=resume)
+        run = make_run(config, folder, resume=resume)
         write_run_info(folder)
         with run.snapshots, StopRequest() as stop:
             if resume:
@@ -343,7 +446,7 @@ def _train(
         if stopped:
             display.note(
                 f"Stopped after step {run.version} of {config.steps}. Go on with: "
-                f"jaxrl train {invocation or folder / 'config.yaml'} --run {folder} --resume"
+                f"jaxrl {run.command} {invocation or folder / 'config.yaml'} --run {folder} --resume"
             )
             return EXIT_STOPPED
         display.note(f"Report: {report}")
@@ -351,7 +454,7 @@ def _train(
 
 
 def loop(
-    run: Run, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter
+    run: BaseRun, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter
 ) -> bool:
     """The train steps that are left. Returns True when it was asked to stop."""
     config = run.config
@@ -366,35 +469,33 @@ def loop(
             saved = run.version
 
     try:
-        if run.version == 0 and config.evaluation.items:
+        if run.version == 0 and run.evaluates:
             row = {"version": 0, **measured(run, display, stop)}
             metrics_out.write(row)
             display.step(row)
         while run.version < config.steps:
             stop.check()
             begin = time.perf_counter()
-            display.phase("rollout", 0, config.rollout.prompts * config.rollout.group_size)
+            display.phase(run.phase, 0, run.rows)
 
             def progress(stats: Any) -> None:
                 stop.check()
-                display.phase(
-                    "rollout", stats.completions, config.rollout.prompts * config.rollout.group_size
-                )
+                display.phase(run.phase, stats.completions, run.rows)
 
-            batch, trajectories, row = run.rollout(progress)
+            batch, trajectories, row = run.gather(progress)
             sampled = time.perf_counter()
             stop.check()
             display.phase("update", 0, 0)
             learned, seconds = run.learn(batch)
             cursor = run.source.state()
-            row |= learned | seconds | {"time/rollout": sampled - begin}
+            row |= learned | seconds | {f"time/{run.phase}": sampled - begin}
             every = config.evaluation.every
             last = run.version == config.steps
-            if config.evaluation.items and (last or (every and run.version % every == 0)):
+            if run.evaluates and (last or (every and run.version % every == 0)):
                 row |= measured(run, display, None)
             row["time/snapshot"], waited = waited, 0.0
             row["time/total"] = time.perf_counter() - begin
-            row["time/tokens_per_second"] = row["rollout/tokens"] / row["time/rollout"]
+            row["time/tokens_per_second"] = run.speed(row)
             row = {"version": run.version, **row, **memory_metrics()}
             samples_out.write(run.version, trajectories, run.tokenizer)
             metrics_out.write(row)
@@ -410,7 +511,7 @@ def loop(
     return False
 
 
-def measured(run: Run, display: Any, stop: StopRequest | None) -> dict[str, float]:
+def measured(run: BaseRun, display: Any, stop: StopRequest | None) -> dict[str, float]:
     """The evaluation of the current policy and how long it took."""
     begin = time.perf_counter()
 

@@ -174,10 +174,15 @@ class TokenBatch:
     bootstrap_value: Array | None = None  # f32[B, T], value after the last token of a truncated row
     rewards: dict[str, Array] | None = None  # {name: f32[B, T]}, the parts of the reward
     baseline_reward: Array | None = None  # f32[B, T], constant over a trajectory (greedy decode)
+    agent: Array | None = None  # i32[B, T], constant over a trajectory: the role that it was played in, 0, 1, …
+    # f32[B, T], constant over a row: Σ_t log π/π_ref of its prompt with the answer to another; after `prepare` of
+    # kto_preference: max(0, mean of these)
+    reference_point: Array | None = None
     support_ids: Array | None = None  # i32[B, T, K], sampler's truncation support
     topk_ids: Array | None = None  # i32[B, T, K]
     topk_logprob_behavior: Array | None = None  # f32[B, T, K]
     topk_logprob_proximal: Array | None = None  # f32[B, T, K]
+    topk_logprob_teacher: Array | None = None  # f32[B, T, K], the teacher's at topk_ids, its own most likely tokens
     routing_ids: Array | None = None  # i32[B, T, layers, K], experts chosen while sampling
 
     advantage: Array | None = None  # f32[B, T]
@@ -190,6 +195,8 @@ class TokenBatch:
     # {stage name: f32[B, T]}: norm of a penalty that brings its own, already scaled by
     # Σ count / Σ count_p, so that the loss keeps one denominator
     norms: dict[str, Array] = flax.struct.field(default_factory=dict)
+    # {stage name: bool[B, T]}: tokens that a stage picked by their rank in the batch
+    picked: dict[str, Array] = flax.struct.field(default_factory=dict)
     # data-only metrics: Mean of f32[B, T] spread over tokens, so that rows can be split; `evaluate` sums them
     logged: dict[str, Mean] = flax.struct.field(default_factory=dict)
 

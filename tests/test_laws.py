@@ -22,10 +22,41 @@ STAGES = {
         jrl.group_advantage(),
         jrl.group_advantage(scale="none"),
         jrl.group_advantage(scale="mean", ddof=0),
+        jrl.group_advantage(scale="batch"),
     ],
-    "leave_one_out_advantage": [jrl.leave_one_out_advantage()],
+    "leave_one_out_advantage": [jrl.leave_one_out_advantage(), jrl.leave_one_out_advantage(scale="std")],
+    "length_weighted_advantage": [jrl.length_weighted_advantage()],
+    "rescaled_group_advantage": [
+        jrl.rescaled_group_advantage(),
+        jrl.rescaled_group_advantage(rescale="nonzero"),
+    ],
+    "pass_at_k_advantage": [
+        jrl.pass_at_k_advantage(k=2),
+        jrl.pass_at_k_advantage(form="max"),
+        jrl.pass_at_k_advantage(form="max", scale="none"),
+    ],
+    "multi_reward_advantage": [
+        jrl.multi_reward_advantage(),
+        jrl.multi_reward_advantage(weights={"right": 1.0, "format": 0.25}, scale="batch"),
+    ],
     "returns_to_go": [jrl.returns_to_go(gamma=0.9)],
-    "whiten_advantage": [jrl.whiten_advantage()],
+    "gae": [
+        jrl.gae(gamma=0.9, lam=0.8),
+        jrl.gae(gamma=0.9, lam_value=1.0, length_adaptive=0.5, bootstrap=True),
+    ],
+    "greedy_baseline_advantage": [jrl.greedy_baseline_advantage()],
+    "agent_baseline_advantage": [
+        jrl.agent_baseline_advantage(),
+        jrl.agent_baseline_advantage(agents=2, initial=0.25),
+    ],
+    "distill_advantage": [
+        jrl.distill_advantage(),
+        jrl.distill_advantage(0.1, estimator="k3", policy="proximal", gamma=0.9, center=True, limit=0.3),
+    ],
+    "whiten_advantage": [jrl.whiten_advantage(), jrl.whiten_advantage(level="trajectory", ddof=0)],
+    "rescale_reward": [jrl.rescale_reward(scale=2.0, bias=-0.5, limit=1.0)],
+    "shape_length": [jrl.shape_length()],
+    "shape_truncated": [jrl.shape_truncated(), jrl.shape_truncated(value=-0.5)],
     "shape_overlong": [jrl.shape_overlong(limit=7, buffer=4)],
     "penalize_kl_in_reward": [
         jrl.penalize_kl_in_reward(0.1),
@@ -35,7 +66,22 @@ STAGES = {
         jrl.truncate_importance(cap=1.1),
         jrl.truncate_importance(cap=1.1, floor=0.9, level="sequence"),
         jrl.truncate_importance(cap=1.02, level="geometric"),
+        jrl.truncate_importance(cap=1.1, divide_by_mean=True),
+        jrl.truncate_importance(cap=1.1, level="sequence", divide_by_mean=True),
     ],
+    "mask_negative_offpolicy": [
+        jrl.mask_negative_offpolicy(delta=0.05),
+        jrl.mask_negative_offpolicy(delta=-0.05, anchor="proximal"),
+    ],
+    "mask_outlier_sequences": [
+        jrl.mask_outlier_sequences(0.5, 1.8),
+        jrl.mask_outlier_sequences(0.5, 1.8, renormalize=True),
+    ],
+    "mask_second_moment": [
+        jrl.mask_second_moment(limit=0.04),
+        jrl.mask_second_moment(limit=0.04, renormalize=False),
+    ],
+    "decay_stale": [jrl.decay_stale(rate=0.5), jrl.decay_stale(rate=0.5, grace=1)],
     "mask_importance": [
         jrl.mask_importance(0.8, 1.2),
         jrl.mask_importance(0.5, 2.0, level="sequence"),
@@ -51,24 +97,83 @@ STAGES = {
     "normalize_by_group": [jrl.normalize_by_group()],
     "normalize_by_constant": [jrl.normalize_by_constant(5.0)],
     "token_ratio": [jrl.token_ratio(), jrl.token_ratio(anchor="proximal")],
+    "approximate_proximal": [
+        jrl.approximate_proximal(),
+        jrl.approximate_proximal(between="probabilities", cap=1.2),
+    ],
     "sequence_ratio": [jrl.sequence_ratio(anchor="proximal")],
     "sequence_ratio_per_token": [jrl.sequence_ratio_per_token()],
     "reinforce_surrogate": [jrl.reinforce_surrogate()],
     "clip_surrogate": [jrl.clip_surrogate(low=0.1, high=0.2), jrl.clip_surrogate(0.1, 0.1, dual=1.2)],
+    "cispo_surrogate": [jrl.cispo_surrogate(high=1.1), jrl.cispo_surrogate(high=1.2, low=0.9)],
+    "soft_surrogate": [jrl.soft_surrogate()],
+    "geometric_surrogate": [jrl.geometric_surrogate(low=0.1, high=0.2)],
+    "lag_clip_surrogate": [jrl.lag_clip_surrogate(low=0.3, high=0.4, decay=0.5, floor=0.05)],
+    "quadratic_surrogate": [jrl.quadratic_surrogate(beta=0.5)],
+    "vespo_surrogate": [jrl.vespo_surrogate()],
+    "divergence_surrogate": [
+        jrl.divergence_surrogate("tv", low=0.02, high=0.03),
+        jrl.divergence_surrogate("kl", low=0.005, high=0.005, anchor="proximal", cap=1.2),
+        jrl.divergence_surrogate("topk_tv", low=0.02, high=0.03),
+        jrl.divergence_surrogate("topk_kl", low=0.005, high=0.005, anchor="proximal", k=3),
+    ],
+    "covariance_surrogate": [
+        jrl.covariance_surrogate("kl", fraction=0.2),
+        jrl.covariance_surrogate("clip", fraction=0.1, cov_low=0.1, low=0.1, high=0.1),
+    ],
+    "simko_surrogate": [jrl.simko_surrogate(share=0.2, quantile=0.5)],
     "penalize_kl": [
         *(
             jrl.penalize_kl(0.1, estimator=e)
-            for e in ("k1", "k2", "k3", "k3_straight_through", "k3_weighted")
+            for e in ("k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through")
+        ),
+        *(
+            jrl.penalize_kl(0.1, estimator=e, anchor="teacher")
+            for e in ("k1_weighted", "k1_policy_gradient", "k2_weighted", "k3_weighted")
         ),
         jrl.penalize_kl(0.1, normalize=jrl.normalize_by_token()),
     ],
     "reward_entropy": [jrl.reward_entropy(0.1), jrl.reward_entropy(0.1, normalize=jrl.normalize_by_group())],
+    "penalize_log_ratio_square": [
+        jrl.penalize_log_ratio_square(0.1),
+        jrl.penalize_log_ratio_square(0.1, normalize=jrl.normalize_by_token()),
+    ],
+    "penalize_value_error": [
+        jrl.penalize_value_error(0.5),
+        jrl.penalize_value_error(0.5, None, jrl.normalize_by_token()),
+    ],
+    "next_token": [
+        jrl.next_token(0.1),
+        jrl.next_token(0.1, "positive", 0.4),
+    ],
+    "adaptive_kl": [jrl.adaptive_kl(0.05), jrl.adaptive_kl(0.05, normalize=jrl.normalize_by_token())],
+    "adaptive_entropy": [jrl.adaptive_entropy(coef=0.1)],
+    "imitate": [
+        jrl.imitate(0.1),
+        jrl.imitate(0.1, "forward", "topk"),
+        jrl.imitate(0.1, "reverse", "topk", rest=False),
+        jrl.imitate(0.1, "jsd", "topk", beta=0.3, normalize=jrl.normalize_by_token()),
+    ],
+    "normalize_by_pair": [jrl.normalize_by_pair()],
+    "logistic_preference": [
+        jrl.logistic_preference(beta=0.5, smoothing=0.1),
+        jrl.logistic_preference(beta=2.0, margin=0.5, reference=False, average=True),
+    ],
+    "robust_preference": [jrl.robust_preference()],
+    "square_preference": [jrl.square_preference(beta=0.5), jrl.square_preference(average=False)],
+    "hinge_preference": [jrl.hinge_preference(beta=0.5)],
+    "odds_preference": [jrl.odds_preference(beta=1.0), jrl.odds_preference(average=False)],
+    "kto_preference": [jrl.kto_preference(beta=0.5, undesirable=1.3)],
+    "score_preference": [jrl.score_preference(margin=0.5, center=0.01)],
+    "imitate_chosen": [jrl.imitate_chosen(0.5), jrl.imitate_chosen(0.5, average=False)],
     "masked": [
         jrl.masked(jrl.reward_entropy(0.1), first_half),
         jrl.masked(jrl.truncate_importance(cap=1.1), first_half),
     ],
     "scheduled": [jrl.scheduled(jrl.reward_entropy, coef=decay)],
 }
+# Surrogates whose gradient on-policy is not that of REINFORCE, by design.
+NOT_REINFORCE = {"simko_surrogate"}
 ROWS = [pytest.param(stage, id=str(stage.info)) for stages in STAGES.values() for stage in stages]
 
 # The mesh law compiles a program for 8 devices, so it runs on chains that hold many stages each: between them,
@@ -95,9 +200,67 @@ CHAINS = {
         jrl.scheduled(jrl.reward_entropy, coef=decay, normalize=jrl.normalize_by_sequence_sum()),
         jrl.masked(jrl.penalize_kl(0.1, anchor="behavior", name="near"), first_half),
     ),
+    **{
+        f"surrogate {surrogate.info.stage}": jrl.chain(
+            jrl.group_advantage(), jrl.normalize_by_sequence(), jrl.token_ratio(), surrogate
+        )
+        for surrogate in (
+            jrl.cispo_surrogate(high=1.2, low=0.9),
+            jrl.soft_surrogate(),
+            jrl.geometric_surrogate(low=0.1, high=0.2),
+            jrl.lag_clip_surrogate(low=0.3, high=0.4, decay=0.5, floor=0.05),
+            jrl.quadratic_surrogate(beta=0.5),
+            jrl.vespo_surrogate(),
+            jrl.divergence_surrogate("topk_kl", low=0.005, high=0.005, k=3),
+            jrl.covariance_surrogate("kl", fraction=0.2),
+            jrl.simko_surrogate(share=0.2, quantile=0.5),
+        )
+    },
+    **{
+        f"advantage {stages[-1].info.stage}": jrl.chain(
+            *stages, jrl.normalize_by_token(), jrl.reinforce_surrogate()
+        )
+        for stages in (
+            [jrl.shape_length(), jrl.length_weighted_advantage()],
+            [jrl.rescale_reward(2.0, -0.5), jrl.rescaled_group_advantage()],
+            [jrl.shape_truncated(value=-0.5), jrl.pass_at_k_advantage(k=2)],
+            [jrl.multi_reward_advantage(), jrl.distill_advantage(add=True, anchor="reference")],
+            [jrl.gae(0.9, 0.8, lam_value=1.0, bootstrap=True)],
+            [jrl.greedy_baseline_advantage()],
+            [jrl.agent_baseline_advantage(agents=2)],
+        )
+    },
     "given": jrl.chain(
         jrl.given_advantage(), jrl.normalize_by_token(), jrl.sequence_ratio(), jrl.clip_surrogate(0.1, 0.1)
     ),
+    "second pass saved": jrl.chain(
+        jrl.group_advantage(),
+        jrl.mask_outlier_sequences(0.5, 1.8),
+        jrl.mask_second_moment(limit=0.04),
+        jrl.decay_stale(rate=0.5),
+        jrl.normalize_by_token(),
+        jrl.mask_negative_offpolicy(delta=0.05),
+        jrl.approximate_proximal(cap=1.2),
+        jrl.clip_surrogate(),
+        jrl.penalize_log_ratio_square(0.1),
+        jrl.adaptive_kl(0.05),
+        jrl.adaptive_entropy(coef=0.1),
+        jrl.next_token(0.1, "positive", 0.0, jrl.normalize_by_sequence()),
+    ),
+    "teacher and critic": jrl.chain(
+        jrl.returns_to_go(),
+        jrl.normalize_by_token(),
+        jrl.imitate(0.1, "jsd", "topk", normalize=jrl.normalize_by_sequence()),
+        jrl.imitate(0.1, name="whole"),
+        jrl.penalize_value_error(0.5),
+    ),
+    "dpo": jrl.cdpo(beta=0.5, nll_coef=0.1),
+    "robust_dpo": jrl.robust_dpo(),
+    "ipo": jrl.ipo(),
+    "hinge": jrl.hinge(beta=0.5),
+    "orpo": jrl.orpo(),
+    "kto": jrl.kto(beta=0.5),
+    "reward_model": jrl.reward_model(margin=1.0, center=0.1),
 }
 
 
@@ -123,7 +286,8 @@ def test_every_stage_is_on_the_package_and_documented():
 @pytest.mark.parametrize("stage", ROWS)
 def test_stage_obeys_the_laws(stage):
     # Halves: one more shape to compile, where (3, 1, 4) would be three.
-    testing.check_transform(stage, splits=((4, 4),), mesh=False)
+    on_policy = False if stage.info.stage in NOT_REINFORCE else None
+    testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy)
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -15,7 +15,7 @@ from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.types import LearnerState
 
-__all__ = ["finish_train_step", "init_state"]
+__all__ = ["finish_train_step", "init_state", "move_reference", "reset_reference"]
 
 
 def _master(x: jax.Array) -> jax.Array:
@@ -31,6 +31,8 @@ def init_state(
     *,
     key: jax.Array,
     reference: bool = False,
+    critic: Any = None,
+    critic_optimizer: optax.GradientTransformation | None = None,
     config: ModelConfig | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
@@ -45,35 +47,89 @@ def init_state(
       key: PRNG key, stored in the state.
       reference: keep a frozen copy of the parameters (never aliased with the trained ones), for objectives
         that read `logprob_reference`.
+      critic: parameters of a critic, see `learner.critic`; cast and taken over like `params`, with which it must
+        share no array (`init_critic` copies).
+      critic_optimizer: of the critic.
       config, mesh, rules: with a mesh the state is created in its shards; `config` is then required.
 
     Raises:
-      ValueError: a mesh without a config, or a parameter that does not fit the mesh.
+      ValueError: a mesh without a config, a parameter that does not fit the mesh, or one of critic and
+        critic_optimizer without the other.
     """
+    if (critic is None) != (critic_optimizer is None):
+        given, lacks = (
+            ("critic", "critic_optimizer") if critic_optimizer is None else ("critic_optimizer", "critic")
+        )
+        raise ValueError(f"init_state: {given} without {lacks}; give both, or neither.")
 
-    def build(params, key):
-        params = jax.tree.map(_master, params)
+    def build(params, critic, key):
+        params, critic = jax.tree.map(_master, (params, critic))
         return LearnerState(
             version=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=optimizer.init(params),
             objective_state=objective.init(),
             reference=jax.tree.map(jnp.copy, params) if reference else None,
+            critic=critic,
+            critic_opt_state=None if critic_optimizer is None else critic_optimizer.init(critic),
             key=key,
             skipped=jnp.zeros((), jnp.int32),
         )
 
     if mesh is None:
-        return build(params, key)
+        return build(params, critic, key)
     if config is None:
         raise ValueError(
             "init_state: a mesh needs config=, which says along which axes each parameter may be split."
         )
-    shardings = state_shardings(jax.eval_shape(build, params, key), optimizer, config, mesh, rules)
+    shardings = state_shardings(jax.eval_shape(build, params, critic, key), optimizer, config, mesh, rules)
     placed = jax.device_put(params, shardings.params)
-    return jax.jit(build, out_shardings=shardings)(placed, jax.device_put(key, shardings.key))
+    critic = jax.device_put(critic, shardings.critic)
+    return jax.jit(build, out_shardings=shardings)(placed, critic, jax.device_put(key, shardings.key))
 
 
 def finish_train_step(state: LearnerState) -> LearnerState:
     """The state after all updates of one rollout batch: snapshot `version + 1`."""
     return dataclasses.replace(state, version=state.version + 1)
+
+
+def _reference(state: LearnerState, caller: str) -> Any:
+    if state.reference is None:
+        raise ValueError(
+            f"{caller}: the learner state keeps no reference. Create it with init_state(..., reference=True)."
+        )
+    return state.reference
+
+
+def reset_reference(
+    state: LearnerState, optimizer: optax.GradientTransformation | None = None
+) -> LearnerState:
+    """The reference becomes a copy of the current parameters (ProRL, arXiv 2505.24864, §3.2.1).
+
+    Args:
+      optimizer: also starts the optimiser anew, as ProRL does; None keeps its moments.
+
+    Raises:
+      ValueError: the state keeps no reference.
+    """
+    _reference(state, "reset_reference")
+    state = dataclasses.replace(state, reference=jax.tree.map(jnp.copy, state.params))
+    return state if optimizer is None else dataclasses.replace(state, opt_state=optimizer.init(state.params))
+
+
+def move_reference(state: LearnerState, tau: float) -> LearnerState:
+    """reference ← tau · params + (1 - tau) · reference (TR-DPO, arXiv 2404.09656; TRL: tau 0.6 every 512 steps).
+
+    Raises:
+      ValueError: the state keeps no reference, or tau is not in [0, 1].
+    """
+    reference = _reference(state, "move_reference")
+    if not 0.0 <= tau <= 1.0:
+        raise ValueError(f"move_reference: tau must lie in [0, 1], got {tau!r}.")
+
+    def between(there: jax.Array, here: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(there.dtype, jnp.floating):
+            return here
+        return (there + tau * (here - there)).astype(there.dtype)
+
+    return dataclasses.replace(state, reference=jax.tree.map(between, reference, state.params))

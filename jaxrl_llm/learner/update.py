@@ -22,7 +22,17 @@ from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
 
-__all__ = ["Metrics", "Policy", "UpdateStep", "apply_gradients", "make_prepare", "make_update_step"]
+__all__ = [
+    "Metrics",
+    "Policy",
+    "UpdateStep",
+    "apply_gradients",
+    "figure",
+    "make_prepare",
+    "make_update_step",
+    "merge_extremes",
+    "ratio_extremes",
+]
 
 Array = jax.Array
 Metrics = dict[str, Mean]
@@ -64,7 +74,7 @@ def apply_gradients(
     return dataclasses.replace(state, params=params, opt_state=opt_state, skipped=skipped)
 
 
-def _scalar(value: Array) -> Mean:
+def figure(value: Array) -> Mean:
     """A figure that is not a mean over tokens, in the form of the others."""
     return Mean(value.astype(jnp.float32), jnp.ones((), jnp.float32))
 
@@ -125,6 +135,7 @@ def make_update_step(
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
+    wants_lists = "topk_logprob" in needed_fields(objective)
 
     accumulate = policy is None and remat is True
 
@@ -136,6 +147,7 @@ def make_update_step(
             config,
             micro,
             entropy=True if wants_entropy else ("detached" if entropy else False),
+            topk=wants_lists,
             remat=remat,
             chunk=chunk,
             blocks=shards,
@@ -155,7 +167,7 @@ def make_update_step(
             micro = rebuild(slices)
             output = run_policy(params, micro, gradient_sums)
             result = evaluate(objective, output, micro, state.objective_state)
-            return result.loss_sum, (result, _extremes(output, micro))
+            return result.loss_sum, (result, ratio_extremes(output, micro))
 
         gradients = jax.grad(loss_sum, has_aux=True)
 
@@ -194,14 +206,14 @@ def make_update_step(
         new = dataclasses.replace(new, objective_state=objective_state)
         metrics = metrics | {
             "loss": Mean(total, denominator),
-            "grad_norm": _scalar(grad_norm),
-            "skipped": _scalar(~usable),
-            "trained_tokens": _scalar(jnp.sum(batch.mask)),
-            **_merge_extremes(extremes),
+            "grad_norm": figure(grad_norm),
+            "skipped": figure(~usable),
+            "trained_tokens": figure(jnp.sum(batch.mask)),
+            **merge_extremes(extremes),
         }
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:
-            metrics["learning_rate"] = _scalar(rate)
+            metrics["learning_rate"] = figure(rate)
         return pinned(new, shardings), metrics
 
     return UpdateStep(jax.jit(update, donate_argnums=0 if donate else ()), mesh)
@@ -218,7 +230,7 @@ class UpdateStep:
         return self.jitted(state, place_batch(batch, self.mesh))
 
 
-def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
+def ratio_extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
     """Figures that merge by the maximum (`_max`) or the minimum (`_min`)."""
     anchor = micro.logprob_behavior if micro.logprob_proximal is None else micro.logprob_proximal
     if anchor is None:
@@ -235,8 +247,8 @@ def _extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:
     return out
 
 
-def _merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
-    """One figure for each of `_extremes`, from arrays over micro-batches; a batch without tokens gives 0.
+def merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
+    """One figure for each of `ratio_extremes`, from arrays over micro-batches; a batch without tokens gives 0.
 
     What is NaN or infinite because of a token stays so: the worst case must not look like the best.
     """
@@ -247,5 +259,5 @@ def _merge_extremes(extremes: dict[str, Array]) -> dict[str, Mean]:
             value = jnp.where(jnp.isposinf(value), 0.0, value)  # the minimum of nothing
         else:
             value = jnp.max(values)
-        out[name] = _scalar(value)
+        out[name] = figure(value)
     return out

@@ -43,6 +43,8 @@ class ModelConfig:
     pad_id: int | None = None
     dtype: str = "float32"
     head_dtype: str | None = None
+    # A vector beside the output head, for a scalar at each token. Not in the repr, which identifies a preset.
+    value_head: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -67,7 +69,8 @@ class ModelConfig:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         heads = 1 if self.tie_embeddings else 2
-        return self.num_layers * layer + heads * self.vocab_size * self.hidden_size + self.hidden_size
+        vectors = 2 if self.value_head else 1
+        return self.num_layers * layer + (heads * self.vocab_size + vectors) * self.hidden_size
 
 
 TINY = ModelConfig(

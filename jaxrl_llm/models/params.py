@@ -21,7 +21,7 @@ class ParamSpec(NamedTuple):
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    init: str  # "normal" (std 1/sqrt(fan in)), "embed" (std 0.02) or "ones"
+    init: str  # "normal" (std 1/sqrt(fan in)), "embed" (std 0.02), "ones" or "zeros"
     fan_in: int = 1
 
 
@@ -50,6 +50,8 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.tie_embeddings:
         specs["head"] = ParamSpec((D, V), ("embed", "vocab"), "normal", D)
+    if config.value_head:
+        specs["value"] = ParamSpec((D,), (None,), "zeros")
     return specs
 
 
@@ -70,8 +72,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
     keys = jax.random.split(key, len(specs))
     scale = {"embed": lambda s: 0.02, "normal": lambda s: s.fan_in**-0.5}
     leaves = [
-        jnp.ones(s.shape, dtype)
-        if s.init == "ones"
+        jnp.full(s.shape, 1 if s.init == "ones" else 0, dtype)
+        if s.init in ("ones", "zeros")
         else (jax.random.normal(k, s.shape) * scale[s.init](s)).astype(dtype)
         for s, k in zip(specs, keys, strict=True)
     ]

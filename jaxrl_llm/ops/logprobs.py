@@ -6,7 +6,7 @@ pass, so memory grows with the chunk and not with B * T * V. Positions that nobo
 the end first, and chunks that hold none but those are skipped.
 
 Local names: R row blocks (one per shard of the rows, 1 on a single device), M positions of a block, C
-positions of a chunk, D residual, V vocabulary.
+positions of a chunk, D residual, V vocabulary, K listed tokens of a position.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
     "Entropy",
+    "HeadOutput",
     "default_chunk",
     "head_logprobs",
+    "head_output",
+    "likeliest_tokens",
     "policy_output",
     "segment_positions",
     "token_logprobs",
@@ -52,6 +55,16 @@ class _HeadPlan(NamedTuple):
     dtype: str  # of the operands of the products
     chunk: int  # C
     entropy: Entropy
+    find: int = 0  # K of the likeliest tokens to look up; not differentiable
+
+
+class HeadOutput(NamedTuple):
+    """What a head pass gives at each position; None where it was not asked for, 0 where not active."""
+
+    logprob: Array  # of the target
+    entropy: Array | None
+    topk_logprob: Array | None  # [..., K], of the listed tokens, or of those that were found
+    topk_ids: Array | None  # i32[..., K], likeliest first; only when they were to be found
 
 
 def _logits(x_RCD: Array, w_DV: Array, temperature_RC: Array) -> Array:
@@ -112,19 +125,19 @@ def _starts(active_RM: Array, chunks: int) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head(plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
-    """(log-prob, entropy), [R, M] each, 0 where not active."""
-    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM)[0]
+def _head(plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK) -> HeadOutput:
+    """`HeadOutput` of [R, M]; `entropy` is always there. listed_RMK may be None."""
+    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK)[0]
 
 
-def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
+def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK):
     chunks = h_RMD.shape[1] // plan.chunk
     order, inverse = _ordered(active_RM)
     starts, needed = _starts(active_RM, chunks)
     w = w_DV.astype(plan.dtype)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
-    def compute(x_RCD, target_RC, temperature_RC):
+    def compute(x_RCD, target_RC, temperature_RC, *listed):
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
         if plan.entropy:
@@ -132,27 +145,45 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM):
         else:
             lse = jax.nn.logsumexp(logits, axis=-1)
             entropy = jnp.zeros_like(lse)
-        return chosen - lse, lse, entropy
+        lists: tuple[Array, ...] = ()
+        if listed:
+            lists = (jnp.take_along_axis(logits, listed[0], axis=-1) - lse[..., None],)
+        elif plan.find:
+            values, ids = jax.lax.top_k(logits, plan.find)
+            lists = values - lse[..., None], ids
+        return chosen - lse, lse, entropy, *lists
 
-    def skip(x_RCD, target_RC, temperature_RC):
+    def skip(x_RCD, target_RC, temperature_RC, *listed):
         zero = jnp.zeros(target_RC.shape, wide)
-        return zero, zero, zero
+        lists: tuple[Array, ...] = ()
+        if listed:
+            lists = (jnp.zeros(listed[0].shape, wide),)
+        elif plan.find:
+            shape = (*target_RC.shape, plan.find)
+            lists = jnp.zeros(shape, wide), jnp.zeros(shape, jnp.int32)
+        return zero, zero, zero, *lists
 
     def body(_, chunk):
         start, *args = chunk
         return None, jax.lax.cond(start < needed, compute, skip, *args)
 
-    inputs = [_chunked(_take(x, order), chunks) for x in (h_RMD, targets_RM, temperature_RM)]
+    given = () if listed_RMK is None else (listed_RMK,)
+    inputs = [_chunked(_take(x, order), chunks) for x in (h_RMD, targets_RM, temperature_RM, *given)]
     _, outputs = jax.lax.scan(body, None, (starts, *inputs))
-    logprob, lse, entropy = (_take(_unchunked(x), inverse) for x in outputs)
+    logprob, lse, entropy, *lists = (_take(_unchunked(x), inverse) for x in outputs)
     logprob = jnp.where(active_RM, logprob, 0.0)
     entropy = jnp.where(active_RM, entropy, 0.0)
-    return (logprob, entropy), (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, lse, entropy)
+    lists = [jnp.where(active_RM[..., None], x, jnp.zeros((), x.dtype)) for x in lists]
+    output = HeadOutput(logprob, entropy, *lists, *[None] * (2 - len(lists)))
+    return output, (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, lse, entropy)
 
 
 def _head_backward(plan, residuals, cotangents):
-    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, lse, entropy = residuals
-    d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents)
+    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, lse, entropy = residuals
+    d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents[:2])
+    given: tuple[Array, ...] = ()
+    if listed_RMK is not None:
+        given = listed_RMK, jnp.where(active_RM[..., None], cotangents.topk_logprob, 0.0)
     chunks = h_RMD.shape[1] // plan.chunk
     order, inverse = _ordered(active_RM)
     starts, needed = _starts(active_RM, chunks)
@@ -160,13 +191,20 @@ def _head_backward(plan, residuals, cotangents):
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
-    def compute(dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC):
+    def compute(dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, *listed):
         x = x_RCD.astype(plan.dtype)
         logp = _logits(x, w, temperature_RC) - lse_RC[..., None]
         probs = jnp.exp(logp)
         one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
         # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
-        dz = dp_RC[..., None] * (one_hot - probs)
+        if listed:
+            ids, dk_RCK = listed
+            total = dp_RC + jnp.sum(dk_RCK, axis=-1)
+            dz = dp_RC[..., None] * one_hot - total[..., None] * probs
+            r, c = (jnp.arange(n)[:, None] for n in ids.shape[:2])
+            dz = dz.at[r[..., None], c[None], ids].add(dk_RCK)
+        else:
+            dz = dp_RC[..., None] * (one_hot - probs)
         if plan.entropy is True:
             dz = dz - de_RC[..., None] * probs * (logp + entropy_RC[..., None])
         dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
@@ -181,17 +219,24 @@ def _head_backward(plan, residuals, cotangents):
         start, *args = chunk
         return jax.lax.cond(start < needed, compute, skip, dw_DV, *args)
 
-    fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy)
+    fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, *given)
     inputs = [_chunked(_take(x, order), chunks) for x in fields]
     dw_DV, dx = jax.lax.scan(body, jnp.zeros(w_DV.shape, wide), (starts, *inputs))
     dh_RMD = _take(_unchunked(dx), inverse).astype(h_RMD.dtype)
-    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None
+    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
 
 
 def head_logprobs(
+    h_BTD: Array, w_DV: Array, targets: Array, temperature: Array, active: Array, **options: Any
+) -> tuple[Array, Array | None]:
+    """Log-prob and entropy (or None) of `head_output`, which has the arguments."""
+    return head_output(h_BTD, w_DV, targets, temperature, active, **options)[:2]
+
+
+def head_output(
     h_BTD: Array,
     w_DV: Array,
     targets: Array,
@@ -200,10 +245,12 @@ def head_logprobs(
     *,
     dtype: str,
     entropy: Entropy = False,
+    listed: Array | None = None,
+    find: int = 0,
     chunk: int | None = None,
     blocks: int = 1,
-) -> tuple[Array, Array | None]:
-    """Log-prob (and entropy) of a target at each position, f32[B, T], 0 where not active.
+) -> HeadOutput:
+    """Log-prob of a target (and entropy, and log-probs of a list of tokens) at each position, f32[B, T].
 
     Unlike the rest of the package, entry t here describes `targets[t]` given hidden state t: the caller
     shifts. Differentiable in `h_BTD` and `w_DV`. The gradient of the weight is accumulated in f32.
@@ -215,6 +262,9 @@ def head_logprobs(
       temperature: f32[B, T], positive where active.
       active: bool[B, T], the positions to compute.
       dtype: of the operands of the products; accumulation and log-sum-exp are f32.
+      entropy: also the entropy of the distribution.
+      listed: i32[B, T, K], tokens whose log-probs are wanted too; differentiable.
+      find: K; look up the K likeliest tokens instead. Not differentiable.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
     """
@@ -231,19 +281,20 @@ def head_logprobs(
         return jnp.pad(x, widths, constant_values=fill) if padding else x
 
     wide = jnp.promote_types(dtype, jnp.float32)
-    logprob, spread = _head(
-        _HeadPlan(dtype, C, entropy),
+    if listed is not None and find:
+        raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")
+    out = _head(
+        _HeadPlan(dtype, C, entropy, find),
         block(h_BTD, 0),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
         block(active, False),
+        None if listed is None else block(listed, 0),
     )
-
-    def unblock(x):
-        return x[:, :M].reshape(B, T)
-
-    return unblock(logprob), unblock(spread) if entropy else None
+    if not entropy:
+        out = out._replace(entropy=None)
+    return jax.tree.map(lambda x: x[:, :M].reshape(B, T, *x.shape[2:]), out)
 
 
 def segment_positions(segments: Array) -> Array:
@@ -259,19 +310,32 @@ def _continues(segments: Array) -> Array:
 
 
 def _shifted(
-    params, config, tokens, segments, positions, temperature, wanted, *, entropy, chunk, blocks, **options
-) -> tuple[Array, Array | None]:
-    """Log-prob and entropy of token t at entry t, 0 where it is not wanted or has nothing before it."""
+    params,
+    config,
+    tokens,
+    segments,
+    positions,
+    temperature,
+    wanted,
+    *,
+    entropy,
+    chunk,
+    blocks,
+    listed=None,
+    find=0,
+    **options,
+) -> HeadOutput:
+    """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
     hidden = forward(params, config, tokens, positions, segments, **options)
     wanted = wanted & _continues(segments)
 
     def ahead(x):  # what describes token t moves to t - 1, where its hidden state is
-        return jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+        return jnp.pad(x[:, 1:], ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)))
 
     def behind(x):
-        return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+        return jnp.pad(x[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
 
-    logprob, spread = head_logprobs(
+    out = head_output(
         hidden,
         head_matrix(params),
         ahead(tokens),
@@ -279,10 +343,12 @@ def _shifted(
         ahead(wanted),
         dtype=config.logits_dtype,
         entropy=entropy,
+        listed=None if listed is None else ahead(listed),
+        find=find,
         chunk=chunk,
         blocks=blocks,
     )
-    return behind(logprob), None if spread is None else behind(spread)
+    return jax.tree.map(behind, out)
 
 
 def policy_output(
@@ -291,6 +357,7 @@ def policy_output(
     batch: TokenBatch,
     *,
     entropy: Entropy = False,
+    topk: bool = False,
     remat: Remat = False,
     chunk: int | None = None,
     blocks: int = 1,
@@ -304,15 +371,26 @@ def policy_output(
       batch: reads tokens, positions, segments, mask and temperature.
       entropy: also give the entropy of the distribution that each trained token was predicted from (nats);
         "detached" gives it for reporting, off the gradient tape, which makes the backward pass cheaper.
+      topk: also give the log-probs of the tokens batch.topk_ids i32[B, T, K]; entry t of the list is a set of
+        alternatives to token t.
       remat: what the backward pass recomputes, see `models.decoder.forward`.
       chunk: positions of a chunk of the head; default: about 128 MB of logits.
       blocks: shards of the rows on the mesh.
       gradient_sums: see `models.decoder.forward`.
 
     Returns:
-      `PolicyOutput` with `logprob` (and `entropy`) f32[B, T], exactly 0 outside `batch.mask`.
+      `PolicyOutput` with `logprob` (and `entropy`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly 0 outside
+      `batch.mask`.
+
+    Raises:
+      ValueError: topk is asked for and the batch has no lists.
     """
-    logprob, spread = _shifted(
+    if topk and batch.topk_ids is None:
+        raise ValueError(
+            "policy_output: the objective reads log-probs of the tokens batch.topk_ids, which is None. Fill it with "
+            "fill_logprobs(..., topk=K) before `prepare`, or when the batch is made."
+        )
+    out = _shifted(
         params,
         config,
         batch.tokens,
@@ -323,10 +401,41 @@ def policy_output(
         entropy=entropy,
         chunk=chunk,
         blocks=blocks,
+        listed=batch.topk_ids if topk else None,
         remat=remat,
         gradient_sums=gradient_sums,
     )
-    return PolicyOutput(logprob=logprob, entropy=spread)
+    return PolicyOutput(logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob)
+
+
+def likeliest_tokens(
+    params: Any,
+    config: ModelConfig,
+    batch: TokenBatch,
+    k: int,
+    *,
+    chunk: int | None = None,
+    blocks: int = 1,
+) -> tuple[Array, Array, Array]:
+    """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
+
+    The arguments are those of `policy_output`; not differentiable. 0 outside `batch.mask`.
+    """
+    out = _shifted(
+        params,
+        config,
+        batch.tokens,
+        batch.segments,
+        batch.positions,
+        batch.temperature,
+        batch.mask,
+        entropy=False,
+        chunk=chunk,
+        blocks=blocks,
+        find=k,
+    )
+    assert out.topk_ids is not None and out.topk_logprob is not None
+    return out.logprob, out.topk_ids, out.topk_logprob
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -342,7 +451,7 @@ def _token_logprobs(params, config, tokens, segments, positions, temperature):
         entropy=False,
         chunk=None,
         blocks=1,
-    )[0]
+    ).logprob
 
 
 def token_logprobs(

@@ -22,10 +22,13 @@ from jaxrl_llm.ops.numerics import keep, quotient
 
 __all__ = [
     "Groups",
+    "Members",
     "Trajectories",
+    "following",
     "group_sum",
     "groups",
     "last_token",
+    "members",
     "sequence_max",
     "sequence_mean",
     "sequence_runs",
@@ -126,6 +129,33 @@ def trajectories(trajectory: Array, mask: Array) -> Trajectories:
     return Trajectories(index, length, length > 0, _last(index, mask))
 
 
+class Members(NamedTuple):
+    """Which group each trajectory belongs to; totals over the valid trajectories of a group, at each of them."""
+
+    of: Array  # i32[N], group of each trajectory entry
+    valid: Array  # bool[N], trajectories that enter
+
+    def sum(self, values: Array) -> Array:
+        """f[N]: Σ over the valid trajectories of the group."""
+        return jnp.zeros_like(values).at[self.of].add(keep(self.valid, values))[self.of]
+
+    def max(self, values: Array) -> Array:
+        """f[N]: maximum over the valid trajectories of the group; -inf where it has none."""
+        values = jnp.where(self.valid, values, -jnp.inf)
+        return jnp.full_like(values, -jnp.inf).at[self.of].max(values)[self.of]
+
+    def min(self, values: Array) -> Array:
+        """f[N]: minimum over the valid trajectories of the group; inf where it has none."""
+        return -self.max(-values)
+
+
+def members(valid: Array, group: Array, mask: Array, each: Trajectories) -> Members:
+    """The groups of the trajectories: arguments as of `groups`."""
+    # The group of a trajectory: the group of its trained tokens (prompt and padding ids do not matter).
+    of = jnp.zeros(valid.shape, jnp.int32).at[each.entry].max(jnp.where(mask, _dense(group), 0))
+    return Members(of, valid & each.present)
+
+
 class Groups(NamedTuple):
     """Statistics of a value over the trajectories of each group, each trajectory counted once.
 
@@ -152,29 +182,19 @@ def groups(values: Array, valid: Array, group: Array, mask: Array, each: Traject
     Whether a group is constant is decided by max == min and not by a small standard deviation: the f32 mean
     of [0.3] * 8 is off by one unit in the last place, and dividing such a residue by itself gives O(1).
     """
-    dense = _dense(group)
-    size = values.shape[0]
-    # The group of a trajectory: the group of its trained tokens (prompt and padding ids do not matter).
-    of = jnp.zeros((size,), jnp.int32).at[each.entry].max(jnp.where(mask, dense, 0))
-    valid = valid & each.present
-
-    def total(x):
-        return jnp.zeros((size,), x.dtype).at[of].add(x)[of]
-
-    values = keep(valid, values)
-    ones = valid.astype(values.dtype)
-    count = total(ones)
-    mean = quotient(total(values), count)
-    highest = jnp.full((size,), -jnp.inf, values.dtype).at[of].max(jnp.where(valid, values, -jnp.inf))[of]
-    lowest = jnp.full((size,), jnp.inf, values.dtype).at[of].min(jnp.where(valid, values, jnp.inf))[of]
+    of = members(valid, group, mask, each)
+    values = keep(of.valid, values)
+    count = of.sum(jnp.ones_like(values))
+    mean = quotient(of.sum(values), count)
+    highest, lowest = of.max(values), of.min(values)
     constant = (highest <= lowest) | (count == 0)
     mean = jnp.where(constant, jnp.where(count > 0, highest, 0.0), mean)  # exact, not rounded
-    deviation = jnp.where(valid & ~constant, values - mean, 0.0)
+    deviation = jnp.where(of.valid & ~constant, values - mean, 0.0)
     return Groups(
         size=count,
         mean=mean,
         deviation=deviation,
-        square=total(deviation**2),
+        square=of.sum(deviation**2),
         constant=constant,
     )
 
@@ -199,6 +219,22 @@ def suffix_scan(values: Array, factors: Array, trajectory: Array, mask: Array) -
     Args:
       values, factors: f32[B, T]; factors multiply the y of the next masked token.
     """
+    return _scan_back(values, factors, trajectory, mask)[0]
+
+
+def following(values: Array, trajectory: Array, mask: Array, end: Array) -> Array:
+    """The value at the next masked token of the trajectory, at each masked token; `end` at its last one.
+
+    Args:
+      values, end: f32[B, T]. `end` is read at the last masked token of each trajectory only.
+    """
+    last = last_token(trajectory, mask)
+    after = _scan_back(values, jnp.zeros_like(values), trajectory, mask)[1]
+    return jnp.where(last, end, after)
+
+
+def _scan_back(values: Array, factors: Array, trajectory: Array, mask: Array) -> tuple[Array, Array]:
+    """(y, y of the next masked token) of `suffix_scan`, both 0 outside the mask."""
     ids = trajectory.reshape(-1)
     order = jnp.argsort(ids, stable=True)  # brings a trajectory together, its tokens in row-major order
     ids = ids[order]
@@ -214,5 +250,10 @@ def suffix_scan(values: Array, factors: Array, trajectory: Array, mask: Array) -
         return f_earlier * f_later, x_earlier + f_earlier * x_later
 
     _, y = jax.lax.associative_scan(combine, (f, x), reverse=True)
-    y = keep(on, y)
-    return jnp.zeros_like(y).at[order].set(y).reshape(values.shape)
+    after = jnp.where(ends, 0.0, jnp.concatenate([y[1:], jnp.zeros((1,), y.dtype)]))
+    y, after = keep(on, y), keep(on, after)
+    zeros = jnp.zeros_like(y)
+    return (
+        zeros.at[order].set(y).reshape(values.shape),
+        zeros.at[order].set(after).reshape(values.shape),
+    )

@@ -3,11 +3,15 @@
 Read `base` first. One module a kind of stage; each stage's docstring has its equation and its source.
 """
 
+from jaxrl_llm.transforms.adaptive import adaptive_entropy, adaptive_kl
 from jaxrl_llm.transforms.advantage import (
     given_advantage,
     group_advantage,
     leave_one_out_advantage,
-    returns_to_go,
+    length_weighted_advantage,
+    multi_reward_advantage,
+    pass_at_k_advantage,
+    rescaled_group_advantage,
     whiten_advantage,
 )
 from jaxrl_llm.transforms.base import (
@@ -24,9 +28,16 @@ from jaxrl_llm.transforms.base import (
     stage,
     stages,
 )
-from jaxrl_llm.transforms.correction import drop_stale, drop_truncated, mask_importance, truncate_importance
+from jaxrl_llm.transforms.correction import (
+    decay_stale,
+    drop_stale,
+    drop_truncated,
+    mask_importance,
+    truncate_importance,
+)
 from jaxrl_llm.transforms.dataflow import Need
 from jaxrl_llm.transforms.evaluate import evaluate, loss
+from jaxrl_llm.transforms.imitation import imitate
 from jaxrl_llm.transforms.normalize import (
     normalize_by_constant,
     normalize_by_group,
@@ -35,10 +46,61 @@ from jaxrl_llm.transforms.normalize import (
     normalize_by_sequence_sum,
     normalize_by_token,
 )
-from jaxrl_llm.transforms.penalty import penalize_kl, reward_entropy
-from jaxrl_llm.transforms.ratio import sequence_ratio, sequence_ratio_per_token, token_ratio
-from jaxrl_llm.transforms.reward import penalize_kl_in_reward, shape_overlong
-from jaxrl_llm.transforms.surrogate import clip_surrogate, reinforce_surrogate
+from jaxrl_llm.transforms.penalty import (
+    next_token,
+    penalize_kl,
+    penalize_log_ratio_square,
+    penalize_value_error,
+    reward_entropy,
+)
+from jaxrl_llm.transforms.preference import (
+    hinge_preference,
+    imitate_chosen,
+    kto_preference,
+    logistic_preference,
+    normalize_by_pair,
+    odds_preference,
+    robust_preference,
+    score_preference,
+    square_preference,
+    takes_pairs,
+)
+from jaxrl_llm.transforms.ratio import (
+    approximate_proximal,
+    sequence_ratio,
+    sequence_ratio_per_token,
+    token_ratio,
+)
+from jaxrl_llm.transforms.rejection import (
+    mask_negative_offpolicy,
+    mask_outlier_sequences,
+    mask_second_moment,
+)
+from jaxrl_llm.transforms.returns import (
+    agent_baseline_advantage,
+    distill_advantage,
+    gae,
+    greedy_baseline_advantage,
+    returns_to_go,
+)
+from jaxrl_llm.transforms.reward import (
+    penalize_kl_in_reward,
+    rescale_reward,
+    shape_length,
+    shape_overlong,
+    shape_truncated,
+)
+from jaxrl_llm.transforms.surrogate import (
+    cispo_surrogate,
+    clip_surrogate,
+    geometric_surrogate,
+    lag_clip_surrogate,
+    quadratic_surrogate,
+    reinforce_surrogate,
+    soft_surrogate,
+    vespo_surrogate,
+)
+from jaxrl_llm.transforms.trust import covariance_surrogate, divergence_surrogate, simko_surrogate
 from jaxrl_llm.transforms.wrappers import masked, scheduled
 
 __all__ = [
@@ -47,40 +109,81 @@ __all__ = [
     "Need",
     "Parts",
     "StageInfo",
+    "adaptive_entropy",
+    "adaptive_kl",
+    "agent_baseline_advantage",
+    "approximate_proximal",
     "chain",
     "check_complete",
+    "cispo_surrogate",
     "clip_surrogate",
+    "covariance_surrogate",
+    "decay_stale",
     "describe",
+    "distill_advantage",
+    "divergence_surrogate",
     "drop_stale",
     "drop_truncated",
     "evaluate",
+    "gae",
+    "geometric_surrogate",
     "given_advantage",
+    "greedy_baseline_advantage",
     "group_advantage",
+    "hinge_preference",
+    "imitate",
+    "imitate_chosen",
+    "kto_preference",
+    "lag_clip_surrogate",
     "leave_one_out_advantage",
+    "length_weighted_advantage",
+    "logistic_preference",
     "loss",
     "mask_importance",
+    "mask_negative_offpolicy",
+    "mask_outlier_sequences",
+    "mask_second_moment",
     "masked",
+    "multi_reward_advantage",
     "needed_fields",
     "needs",
+    "next_token",
     "normalize_by_constant",
     "normalize_by_group",
     "normalize_by_length_limit",
+    "normalize_by_pair",
     "normalize_by_sequence",
     "normalize_by_sequence_sum",
     "normalize_by_token",
+    "odds_preference",
+    "pass_at_k_advantage",
     "penalize_kl",
     "penalize_kl_in_reward",
+    "penalize_log_ratio_square",
+    "penalize_value_error",
+    "quadratic_surrogate",
     "rebuild",
     "reinforce_surrogate",
+    "rescale_reward",
+    "rescaled_group_advantage",
     "returns_to_go",
     "reward_entropy",
+    "robust_preference",
     "scheduled",
+    "score_preference",
     "sequence_ratio",
     "sequence_ratio_per_token",
+    "shape_length",
     "shape_overlong",
+    "shape_truncated",
+    "simko_surrogate",
+    "soft_surrogate",
+    "square_preference",
     "stage",
     "stages",
+    "takes_pairs",
     "token_ratio",
     "truncate_importance",
+    "vespo_surrogate",
     "whiten_advantage",
 ]

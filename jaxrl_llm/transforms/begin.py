@@ -33,6 +33,9 @@ def clean(batch: TokenBatch) -> TokenBatch:
     changed: dict[str, Any] = {
         name: keep(batch.mask, x) for name in MASKED if (x := getattr(batch, name)) is not None
     }
+    for name in ("topk_logprob_behavior", "topk_logprob_proximal"):
+        if (x := getattr(batch, name)) is not None:
+            changed[name] = keep(batch.mask[..., None], x)
     if batch.rewards is not None:
         changed["rewards"] = {name: keep(batch.mask, x) for name, x in batch.rewards.items()}
     return batch.replace(**changed)

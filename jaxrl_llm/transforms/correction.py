@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.losses import corrections
+from jaxrl_llm.ops.numerics import keep, quotient
+from jaxrl_llm.ops.segments import sequence_sum
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import stage
 from jaxrl_llm.transforms.dataflow import require
 from jaxrl_llm.types import TokenBatch
 
-__all__ = ["drop_stale", "drop_truncated", "mask_importance", "truncate_importance"]
+__all__ = ["decay_stale", "drop_stale", "drop_truncated", "mask_importance", "truncate_importance"]
 
 Array = jax.Array
 
@@ -57,13 +59,17 @@ def weight_of(level: str, log_ratio: Array, batch: TokenBatch) -> Array:
 
 
 @stage(reads=MISMATCH, writes=("batch.weight",))
-def truncate_importance(cap: float, floor: float | None = None, level: str = "token"):
+def truncate_importance(
+    cap: float, floor: float | None = None, level: str = "token", divide_by_mean: bool = False
+):
     """weight *= clip(w, floor, cap), w = proximal / behavior: truncated importance sampling.
 
     level="token": w_t = e^{q_t}; "sequence": e^{Σ q}; "geometric": e^{mean q}, over the trained tokens of the
     sequence; cap=inf does not truncate. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025);
-    decoupled PPO, arXiv 2505.24298, eq. 5. Metrics: `importance_weight`, `importance_weight_square` (effective
-    sample size = mean² / mean of squares), `importance_truncated`.
+    decoupled PPO, arXiv 2505.24298, eq. 5. divide_by_mean=True divides by the mean of the truncated weights over
+    the trained tokens of the batch (over its sequences at the other levels), as verl can: self-normalised
+    importance sampling, biased and of less variance. Metrics: `importance_weight`, `importance_weight_square`
+    (effective sample size = mean² / mean of squares), `importance_truncated`.
     """
     checks.number("truncate_importance", "cap", cap, positive=True, finite=False)
     checks.number("truncate_importance", "floor", floor, low=0.0, high=cap, optional=True)
@@ -72,8 +78,13 @@ def truncate_importance(cap: float, floor: float | None = None, level: str = "to
     def prepare(batch):
         weight = weight_of(level, mismatch("truncate_importance", batch), batch)
         cut = corrections.truncated(weight, cap, floor)
-        batch = batch.log("importance_weight", cut).log("importance_weight_square", cut**2)
         batch = batch.log("importance_truncated", (cut != weight).astype(cut.dtype))
+        if divide_by_mean:
+            share = jnp.ones_like(cut)
+            if level != "token":
+                share = quotient(share, sequence_sum(keep(batch.mask, share), batch.sequence))
+            cut = corrections.over_mean(cut, share, batch.mask)
+        batch = batch.log("importance_weight", cut).log("importance_weight_square", cut**2)
         return batch.scale_weight(cut)
 
     return prepare
@@ -131,6 +142,29 @@ def drop_stale(max_age: int, renormalize: bool = False):
         dtype = jnp.promote_types(batch.reward.dtype, jnp.float32)
         batch = batch.log("age", age.astype(dtype)).log("stale", 1.0 - kept.astype(dtype))
         return reject(batch, kept, renormalize)
+
+    return prepare
+
+
+@stage(reads=("batch.version", "batch.learner_version"), writes=("batch.weight",))
+def decay_stale(rate: float, grace: int = 0):
+    """weight *= rate^max(age - grace, 0), age = learner_version - version in train steps, 0 ≤ rate ≤ 1.
+
+    The soft form of `drop_stale`, and ours: systems bound the age or drop (AReaL, prime-rl, SkyRL). rate=1 changes
+    nothing; tokens no older than `grace` keep their weight. Metrics: `age`, `stale_weight`.
+
+    Raises (in `prepare`): as `drop_stale`; under `jit` an unknown version has weight 0.
+    """
+    checks.number("decay_stale", "rate", rate, low=0.0, high=1.0)
+    checks.number("decay_stale", "grace", grace, low=0)
+
+    def prepare(batch):
+        known_versions("decay_stale", batch)
+        age = batch.learner_version - batch.version
+        factor = corrections.stale_weight(age, rate, grace)
+        factor = jnp.where(batch.version >= 0, factor, 0.0)
+        batch = batch.log("age", age.astype(factor.dtype)).log("stale_weight", factor)
+        return batch.scale_weight(factor)
 
     return prepare
 

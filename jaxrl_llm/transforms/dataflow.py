@@ -26,9 +26,10 @@ FIELDS = frozenset(
 
 # Filled by the learner or the rollout when an objective reads them.
 ON_DEMAND = frozenset(
-    """batch.logprob_proximal batch.logprob_reference batch.logprob_teacher batch.value batch.bootstrap_value
-    batch.rewards batch.baseline_reward batch.support_ids batch.topk_ids batch.topk_logprob_behavior
-    batch.topk_logprob_proximal batch.routing_ids loss.entropy loss.value loss.topk_logprob loss.divergence
+    """batch.logprob_proximal batch.logprob_reference batch.logprob_teacher batch.value
+    batch.bootstrap_value batch.rewards batch.baseline_reward batch.agent batch.reference_point
+    batch.support_ids batch.topk_ids batch.topk_logprob_behavior batch.topk_logprob_proximal
+    batch.topk_logprob_teacher batch.routing_ids loss.entropy loss.value loss.topk_logprob loss.divergence
     loss.router_probs""".split()
 )
 
@@ -41,9 +42,22 @@ HOW_TO_FILL = {
     "so when `needs` lists it), or set batch.replace(logprob_proximal=...).",
     "logprob_reference": "Score the batch with the reference policy before `prepare` (learner.score; the train "
     "loop does so when `needs` lists it), or set batch.replace(logprob_reference=...).",
+    "reference_point": "Score each prompt with the answer to another under both policies (`jaxrl sft` does so when "
+    "`needs` lists it), or set batch.replace(reference_point=...).",
     "entropy": "Ask the forward pass for it: ops.logprobs.policy_output(..., entropy=True), or evaluate with "
     "PolicyOutput(logprob=..., entropy=...).",
+    "rewards": "Pass rewards={name: f32[B, T]} to TokenBatch.from_rows, or parts=(names, …) to rollout.pack.",
+    "baseline_reward": "Set it to the reward of the greedy answer to the prompt of each trajectory: "
+    "batch.replace(baseline_reward=...), f32[B, T].",
+    "agent": "Set it to the role of each trajectory: batch.replace(agent=...), i32[B, T] from 0.",
+    "value": "Score the batch with the critic before `prepare`, or pass value= to TokenBatch.from_rows.",
     "advantage": "Pass advantage= to TokenBatch.from_rows, or set batch.replace(advantage=...).",
+    "topk_logprob": "Ask the forward pass for it: ops.logprobs.policy_output(..., topk=True), or evaluate with "
+    "PolicyOutput(logprob=..., topk_logprob=...).",
+    "topk_logprob_proximal": "Score the batch with the learner before `prepare` (learner.score.make_score_lists; the "
+    "train loop does so when `needs` lists it), or set batch.replace(topk_logprob_proximal=...).",
+    "topk_logprob_behavior": "Record it while sampling and set batch.replace(topk_ids=..., topk_logprob_behavior=...), "
+    'or take the lists of the proximal policy: anchor="proximal".',
 }
 
 

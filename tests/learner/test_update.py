@@ -13,7 +13,7 @@ from jaxrl_llm import recipes
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.score import fill_logprobs, make_score
 from jaxrl_llm.learner.state import finish_train_step, init_state
-from jaxrl_llm.learner.update import _merge_extremes, make_prepare, make_update_step
+from jaxrl_llm.learner.update import merge_extremes, make_prepare, make_update_step
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import parameter_specs
 from jaxrl_llm.transforms import (
@@ -443,9 +443,9 @@ def test_the_worst_extreme_is_not_reported_as_the_best():
         "logprob_gap_max": jnp.array([jnp.nan, 1.0]),
         "ratio_min": jnp.array([jnp.inf, 0.5]),
     }
-    merged = {name: float(mean.value) for name, mean in _merge_extremes(values).items()}
+    merged = {name: float(mean.value) for name, mean in merge_extremes(values).items()}
     assert (
         merged["ratio_max"] == np.inf and np.isnan(merged["logprob_gap_max"]) and merged["ratio_min"] == 0.5
     )
-    nothing = _merge_extremes({"ratio_min": jnp.array([jnp.inf]), "ratio_max": jnp.array([0.0])})
+    nothing = merge_extremes({"ratio_min": jnp.array([jnp.inf]), "ratio_max": jnp.array([0.0])})
     assert [float(mean.value) for mean in nothing.values()] == [0.0, 0.0]

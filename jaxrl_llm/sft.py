@@ -1,0 +1,427 @@
+"""Training on given answers: supervised fine-tuning, preference losses and reward models.
+
+The loop, the learner, the snapshots and the report are those of `train`; the data are rows of a file instead of
+rollouts. The objective says which rows: pairs for a preference loss, conversations for any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.assembly import REMAT, configured_model
+from jaxrl_llm.config import Config
+from jaxrl_llm.data.preferences import Pair, mismatched, pair_batch, pair_trajectories, read_preferences
+from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, trajectory_of
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
+from jaxrl_llm.learner.score import fill_logprobs
+from jaxrl_llm.learner.update import Metrics
+from jaxrl_llm.learner.update import Policy as LearnerPolicy
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Remat, forward
+from jaxrl_llm.models.load import Model
+from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.ops.logprobs import policy_output
+from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.run_folder import prepare_folder
+from jaxrl_llm.tokens.tokenizer import Tokenizer
+from jaxrl_llm.train import BaseRun, session
+from jaxrl_llm.transforms import LossTransform, evaluate, needed_fields, takes_pairs
+from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch, Trajectory
+
+__all__ = ["RowSource", "SupervisedRun", "make_measure", "score_policy", "sft"]
+
+Row = Example | Pair
+Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
+
+_MEASURED = re.compile(r"loss|nll|entropy|pair_.*|reward_chosen|reward_rejected")
+_GIVEN = {"logprob_proximal", "logprob_reference", "reference_point"}  # what the loop fills beside the data
+
+
+# ------------------------------------------------------------------------------------------- policies
+
+
+def score_policy(config: ModelConfig, remat: Remat) -> LearnerPolicy:
+    """policy(params, batch) of a reward model: `value` f32[B, T] of a config with a value head; no log-probs.
+
+    Entry t is read off the hidden state of token t - 1, as log-probs are: it has seen the tokens before t.
+    """
+
+    def policy(params: Any, batch: TokenBatch) -> PolicyOutput:
+        hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, remat=remat)
+        value = hidden.astype(jnp.float32) @ params["value"].astype(jnp.float32)
+        value = jnp.pad(value[:, :-1], ((0, 0), (1, 0)))
+        return PolicyOutput(logprob=jnp.zeros_like(value), value=jnp.where(batch.mask, value, 0.0))
+
+    return policy
+
+
+def make_measure(
+    objective: LossTransform,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    *,
+    micro_batch_rows: int,
+    chunk: int | None = None,
+    policy: LearnerPolicy | None = None,
+) -> Callable[[Any, TokenBatch, dict[str, Any]], Metrics]:
+    """measure(params, batch, objective_state) -> metrics: the loss of a raw batch, without a gradient.
+
+    On-demand log-probs must be there; arguments as for `make_update_step`.
+    """
+    shards = batch_shards(mesh)
+    wants_entropy = "entropy" in needed_fields(objective)
+
+    def run(params: Any, batch: TokenBatch, state: dict[str, Any]) -> Metrics:
+        batch, state = objective.prepare(batch, state)
+        split, rebuild = micro_batches(pad_rows(batch, micro_batch_rows), micro_batch_rows, mesh)
+
+        def one(slices):
+            micro = rebuild(slices)
+            if policy is not None:
+                output = policy(params, micro)
+            else:
+                output = policy_output(
+                    params, config, micro, entropy=wants_entropy, chunk=chunk, blocks=shards
+                )
+            result = evaluate(objective, output, micro, state)
+            return {**result.metrics, "loss": Mean(result.loss_sum, result.denominator)}
+
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, split))
+
+    jitted = jax.jit(run)
+
+    def measure(params: Any, batch: TokenBatch, state: dict[str, Any]) -> Metrics:
+        return jitted(params, place_batch(batch, mesh), state)
+
+    return measure
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+class RowSource:
+    """Rows in shuffled order, again and again; another order in each pass. Its state is one number.
+
+    Args:
+      rows: at least one.
+      render: row, uid, number in the batch -> its trajectories.
+      seed: of the order.
+      longest: tokens of a sequence; rows with a longer one are skipped and counted in `skipped`.
+      name: of the file, for error texts.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        render: Callable[[Row, str, int], Rendered],
+        *,
+        seed: int,
+        longest: int,
+        name: str,
+    ):
+        self._rows, self._render, self._longest, self._name = rows, render, longest, name
+        self._order = grain.MapDataset.range(len(rows)).seed(int(seed) % 2**32).shuffle().repeat()
+        self._cursor = 0
+        self.skipped = 0
+        text = json.dumps([dataclasses.asdict(row) for row in rows], sort_keys=True)
+        self._identity = {
+            "rows": len(rows),
+            "seed": int(seed),
+            "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
+        }
+
+    def next_batch(self, n: int) -> list[Rendered]:
+        """The next n rows that fit. Raises InputError when none of the file does."""
+        batch: list[Rendered] = []
+        too_long = 0
+        while len(batch) < n:
+            index = int(np.asarray(self._order[self._cursor]))
+            rendered = self._render(self._rows[index], f"{self._name}/{index}", len(batch))
+            self._cursor += 1
+            if max(len(t.tokens) for t in rendered) <= self._longest:
+                batch.append(rendered)
+                too_long = 0
+                continue
+            self.skipped += 1
+            too_long += 1
+            if too_long >= 2 * len(self._rows):  # a pass that begins in the middle of an order may miss one
+                raise InputError(
+                    f"data file {self._name}: none of its rows fits into {self._longest} tokens. Raise "
+                    "model.max_context, or shorten the rows."
+                )
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the source is, as JSON values."""
+        return {"cursor": self._cursor, "skipped": self.skipped, "identity": dict(self._identity)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a saved state. Raises InputError when it belongs to other rows or another seed."""
+        if state["identity"] != self._identity:
+            raise InputError(
+                f"data file {self._name}: its rows, or data.seed, are not those of the snapshot ({state['identity']}, now "
+                f"{self._identity}). Use the same file and settings, or start a new run."
+            )
+        self._cursor, self.skipped = int(state["cursor"]), int(state["skipped"])
+
+
+def _prompt_key(row: Row) -> str:
+    turns = row.messages if isinstance(row, Pair) else row.messages[:-1]
+    return json.dumps(turns, sort_keys=True, ensure_ascii=False)
+
+
+def _reward(row: Row) -> float:
+    """The reward of an example; -inf where it has none."""
+    reward = row.reward if isinstance(row, Example) else None
+    return -math.inf if reward is None else reward
+
+
+def _hold_out(rows: Sequence[Row], items: int) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows): the prompts with the smallest hashes, so many and at most a tenth."""
+    keys = sorted({_prompt_key(row) for row in rows}, key=lambda k: hashlib.blake2b(k.encode()).digest())
+    held = set(keys[: min(items, len(keys) // 10)])
+    return (
+        [row for row in rows if _prompt_key(row) not in held],
+        [row for row in rows if _prompt_key(row) in held],
+    )
+
+
+def _read(config: Config, pairs: bool) -> tuple[list[Row], list[Row]]:
+    """(training rows, held-out rows) of the files of a config."""
+    data = config.data
+    if data.path is None:
+        kind = "pairs (prompt, chosen, rejected)" if pairs else "answers (prompt, answer, or messages)"
+        raise InputError(f"data.path: give the JSONL file of {kind} to train on.")
+
+    def read(path: str) -> list[Row]:
+        rows: list[Row] = [*read_preferences(path)] if pairs else [*read_sft(path)]
+        return rows
+
+    rows = read(data.path)
+    if data.min_reward is not None:
+        if pairs:
+            raise InputError(
+                "data.min_reward: selects examples, and the objective takes pairs; leave it out."
+            )
+        kept = [row for row in rows if _reward(row) >= data.min_reward]
+        if not kept:
+            raise InputError(
+                f"data.min_reward: none of the {len(rows)} rows of {data.path} has a 'reward' of at least "
+                f"{data.min_reward:g}."
+            )
+        rows = kept
+    if data.eval_path is not None:
+        measured = read(data.eval_path)
+        seen = {_prompt_key(row) for row in measured}
+        train = [row for row in rows if _prompt_key(row) not in seen]
+        if not train:
+            raise InputError(f"data.eval_path: every prompt of {data.path} is also in {data.eval_path}.")
+        return train, measured[: config.evaluation.items]
+    return _hold_out(rows, config.evaluation.items)
+
+
+# ------------------------------------------------------------------------------------------------ run
+
+
+def _check_objective(objective: LossTransform, rows: Sequence[Row]) -> None:
+    """Refuses an objective that reads what given answers do not have.
+
+    It is traced over a batch with the fields that the loop fills; nothing is computed.
+
+    Raises:
+      InputError: names the stage and the field.
+    """
+    reads = {read for info in objective.info for read in info.reads}
+    if "batch.reward" in reads and not takes_pairs(objective):
+        if not any(isinstance(row, Example) and row.reward is not None for row in rows):
+            raise InputError(
+                "objective: it trains on rewards and no row of the data has a 'reward'. Add them, or set objective to "
+                "sft."
+            )
+
+    def dry_run() -> Any:
+        zeros = jnp.zeros((2, 2), jnp.float32)
+        given = needed_fields(objective) & _GIVEN
+        batch = TokenBatch.from_rows(zeros.astype(jnp.int32), zeros == 0, reward=zeros[:, 0])
+        batch, state = objective.prepare(batch.replace(**dict.fromkeys(given, zeros)), objective.init())
+        output = PolicyOutput(logprob=zeros, entropy=zeros, value=zeros)
+        return evaluate(objective, output, batch, state)
+
+    try:
+        jax.eval_shape(dry_run)
+    except ValueError as error:
+        raise InputError(
+            f"objective: {error} Given answers do not provide it: use sft or a preference loss, or train with "
+            "`jaxrl train`."
+        ) from None
+
+
+class SupervisedRun(BaseRun):
+    """A run on given answers, built and checked before anything is compiled."""
+
+    command, phase = "sft", "data"
+
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+        objective = build_objective(config.objective)
+        self.pairs = takes_pairs(objective)
+        self._check_settings(config)
+        rows, self.held_out = _read(config, self.pairs)
+        _check_objective(objective, rows)
+        prepare_folder(folder, config, resume=resume)
+        model = configured_model(config)
+        if config.model.max_context > model.config.max_positions:
+            raise InputError(
+                f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
+                f"{model.config.max_positions}; use at most that."
+            )
+        policy = None
+        if "value" in needed_fields(objective):
+            model = _with_value_head(model)
+            policy = score_policy(model.config, REMAT[config.learner.remat])
+        assert model.tokenizer is not None  # `configured_model` has checked it
+        self.render = functools.partial(_render, tokenizer=model.tokenizer)
+        name = pathlib.Path(str(config.data.path)).name
+        self.source: RowSource = RowSource(
+            rows, self.render, seed=config.data.seed, longest=config.model.max_context, name=name
+        )
+        super().__init__(config, folder, objective, model, policy=policy, entropy=False)
+        self.label = re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(name).stem)
+        self.measure = make_measure(
+            objective,
+            model.config,
+            self.mesh,
+            micro_batch_rows=config.learner.micro_batch_rows,
+            chunk=config.learner.head_chunk,
+            policy=policy,
+        )
+
+    def _check_settings(self, config: Config) -> None:
+        learner = config.learner
+        if learner.minibatches > 1:
+            raise InputError(
+                "learner.minibatches: given answers are split into train steps by data.batch; use 1."
+            )
+        if self.pairs and learner.micro_batch_rows % 2:
+            raise InputError(
+                f"learner.micro_batch_rows: pairs sit on two rows and are never split, so it must be even, not "
+                f"{learner.micro_batch_rows}."
+            )
+        if self.pairs and learner.row_tokens is not None:
+            raise InputError("learner.row_tokens: pairs are laid out one answer a row; leave it out.")
+
+    @property
+    def rows(self) -> int:
+        """Examples or pairs of a train step."""
+        return self.config.data.batch
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out rows."""
+        return bool(self.held_out)
+
+    def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
+        """The next rows of the file as one batch."""
+        rendered = self.source.next_batch(self.config.data.batch)
+        batch = self._batch(rendered)
+        passes = self.source.state()["cursor"] / self.source.state()["identity"]["rows"]
+        return batch, [], {"data/skipped": float(self.source.skipped), "data/passes": passes}
+
+    def _layout(self) -> dict[str, Any]:
+        learner = self.config.learner
+        return {
+            "pad_to_multiple": learner.pad_to_multiple,
+            "row_tokens": learner.row_tokens,
+            "rows_multiple": learner.micro_batch_rows,
+            "learner_version": self.version,
+            "pad_id": self.model_config.pad_id or 0,
+        }
+
+    def _batch(self, rendered: Sequence[Rendered]) -> TokenBatch:
+        layout = self._layout()
+        if not self.pairs:
+            return supervised_batch([t for row in rendered for t in row], **layout)
+        pairs = [(row[0], row[1]) for row in rendered]
+        batch = pair_batch(pairs, **layout)
+        if "reference_point" in self.needed:
+            batch = dataclasses.replace(batch, reference_point=self._reference_point(pairs, batch))
+        return batch
+
+    def _reference_point(
+        self, pairs: Sequence[tuple[Trajectory, Trajectory]], batch: TokenBatch
+    ) -> jax.Array:
+        """Σ log π/π_ref of each prompt with an answer to another, at every token of its row."""
+        other = supervised_batch(mismatched(pairs, self.config.model.max_context), **self._layout())
+        ratio = self.score(self.state.params, other) - self.score(self.state.reference, other)
+        return jnp.broadcast_to(jnp.sum(ratio, axis=1, keepdims=True), batch.shape)
+
+    def evaluate(self, on_progress: Any = None) -> dict[str, float]:
+        """Loss and pair metrics of the held-out rows that fit."""
+        size = self.config.data.batch
+        rendered = [self.render(row, f"held-out/{i}", i % size) for i, row in enumerate(self.held_out)]
+        fitting = [r for r in rendered if max(len(t.tokens) for t in r) <= self.config.model.max_context]
+        total: Metrics = {}
+        for start in range(0, len(fitting), size):
+            part = fitting[start : start + size]
+            if "reference_point" in self.needed and len(part) < 2:
+                continue  # KTO's point needs the answer of another
+            batch = fill_logprobs(self._batch(part), self.state, self.score, self.needed)
+            metrics = self.measure(self.state.params, batch, self.state.objective_state)
+            total = {k: total[k] + m if k in total else m for k, m in metrics.items()}
+            if on_progress is not None:
+                on_progress(min(start + size, len(fitting)), len(fitting))
+        figures = {
+            f"eval/{self.label}/{name}": float(mean.value)
+            for name, mean in jax.device_get(total).items()
+            if _MEASURED.fullmatch(name)
+        }
+        return figures | {
+            f"eval/{self.label}/items": float(len(fitting)),
+            f"eval/{self.label}/skipped": float(len(rendered) - len(fitting)),
+        }
+
+    def speed(self, row: dict[str, float]) -> float:
+        """Trained tokens per second of the update."""
+        return row["optimizer/trained_tokens"] / row["time/update"]
+
+
+def _render(row: Row, uid: str, number: int, *, tokenizer: Tokenizer) -> Rendered:
+    if isinstance(row, Pair):
+        return pair_trajectories(row, tokenizer, uid, number)
+    return (trajectory_of(answered(row.messages, tokenizer), uid, number, row.reward),)
+
+
+def _with_value_head(model: Model) -> Model:
+    """The model with a value head of zeros: every answer starts with the same score."""
+    config = dataclasses.replace(model.config, value_head=True)
+    value = jnp.zeros((config.hidden_size,), jnp.float32)
+    return dataclasses.replace(model, config=config, params={**model.params, "value": value})
+
+
+def sft(
+    config: Config,
+    folder: pathlib.Path,
+    *,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+    invocation: str = "",
+) -> int:
+    """Trains on the rows of `data.path`: arguments, results and errors as for `train`.
+
+    The run folder has no samples; a snapshot holds the policy, or the reward model (its tree has a `value` vector).
+    """
+    return session(SupervisedRun, config, folder, resume=resume, overrides=overrides, invocation=invocation)

@@ -1,0 +1,134 @@
+"""Penalties whose coefficient follows a measured figure: a controller in the stage's state.
+
+The coefficient moves once an optimiser update, in `update`, from the exact mean over the whole batch; it is constant
+within an update, so that micro-batches agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.transforms import checks
+from jaxrl_llm.transforms.base import LossTransform, Parts, stage
+from jaxrl_llm.transforms.dataflow import require
+from jaxrl_llm.transforms.normalize import own_norm
+from jaxrl_llm.transforms.penalty import check_kl, kl_of, kl_reads, own_count
+from jaxrl_llm.types import LossState, Mean, TokenBatch
+
+__all__ = ["adaptive_entropy", "adaptive_kl"]
+
+Array = jax.Array
+State = dict[str, Array]
+
+
+def _controlled(
+    name: str,
+    normalize: LossTransform | None,
+    init: Callable[[], State],
+    value: Callable[[LossState, TokenBatch, State], tuple[LossState, Array]],
+    update: Callable[[State, Mapping[str, Mean]], State],
+) -> Parts:
+    """The parts of a penalty with a state."""
+    own = own_norm(name, normalize)
+
+    def prepare(batch: TokenBatch, state: State) -> tuple[TokenBatch, State]:
+        return own(batch), state
+
+    def apply(loss: LossState, batch: TokenBatch, state: State) -> LossState:
+        loss, penalty = value(loss, batch, state)
+        return loss.penalize(name, penalty, batch.norms.get(name))
+
+    return Parts(prepare=None if own is None else prepare, apply=apply, init=init, update=update)
+
+
+def _measured(metrics: Mapping[str, Mean], key: str) -> tuple[Array, Array]:
+    """(mean, whether it says anything): a batch that trains nothing, or NaN, moves no coefficient."""
+    mean = metrics[key]
+    return mean.value, (mean.count > 0) & jnp.isfinite(mean.value)
+
+
+@stage(reads=kl_reads, writes=("loss.penalties",))
+def adaptive_kl(
+    target: float,
+    coef: float = 0.2,
+    horizon: float = 40.0,
+    estimator: str = "k3",
+    anchor: str = "reference",
+    normalize: LossTransform | None = None,
+    *,
+    name: str,
+):
+    """β · k(x_t), and after every update β ← β (1 + clip(KL / target - 1, -0.2, 0.2) / horizon).
+
+    The controller of arXiv 1909.08593, §2.2, on the penalty of `penalize_kl` (same estimators and anchors). KL is
+    the mean of the estimator over the counted tokens of the batch, in nats per token (the paper's target 6 is per
+    sequence). horizon is in optimiser updates: verl's and TRL's factor is samples / horizon, and their 10000 with
+    256 samples is 39. coef is the first β (verl, TRL: 0.2). An update without trained tokens leaves β.
+    State: {"coef": f32[]}. Metrics: `kl_controlled`, `kl_coef`.
+    """
+    checks.number("adaptive_kl", "target", target, positive=True)
+    checks.number("adaptive_kl", "coef", coef, low=0.0)
+    checks.number("adaptive_kl", "horizon", horizon, low=1.0)
+    check_kl("adaptive_kl", estimator, anchor)
+
+    def init() -> State:
+        return {"coef": jnp.asarray(coef, jnp.float32)}
+
+    def value(loss, batch, state):
+        kl = kl_of(name, loss, batch, estimator, anchor)
+        loss = loss.log("kl_controlled", kl).log("kl_coef", jnp.full_like(kl, state["coef"]))
+        return loss, state["coef"] * kl
+
+    def update(state: State, metrics: Mapping[str, Mean]) -> State:
+        kl, known = _measured(metrics, "kl_controlled")
+        factor = 1.0 + jnp.clip(kl / target - 1.0, -0.2, 0.2) / horizon
+        moved = (state["coef"] * factor).astype(state["coef"].dtype)
+        return {"coef": jnp.where(known, moved, state["coef"])}
+
+    return _controlled(name, normalize, init, value, update)
+
+
+@stage(reads=lambda a: ("loss.entropy", *own_count(a)), writes=("loss.penalties",))
+def adaptive_entropy(
+    target: float = 0.2,
+    coef: float = 0.0,
+    step: float = 0.005,
+    high: float = 1.0,
+    normalize: LossTransform | None = None,
+    *,
+    name: str,
+):
+    """-c · H_t while the entropy is at most `target` (nats); after every update c ← clip(c ± step, 0, high), + where H < target.
+
+    Skywork-OR1, arXiv 2505.22312, §4; target 0.2 and step 0.005 as in TRL. H is the mean entropy over the counted
+    tokens of the batch. Whether the bonus acts is decided by the H of the last update (Skywork and TRL: of the same
+    batch), since one micro-batch does not know the mean; it acts in the first update if coef > 0. `high` is ours.
+    State: {"coef": f32[], "acts": f32[]}. Metrics: `entropy`, `entropy_coef` (0 where it does not act).
+    """
+    checks.number("adaptive_entropy", "target", target, low=0.0)
+    checks.number("adaptive_entropy", "coef", coef, low=0.0)
+    checks.number("adaptive_entropy", "step", step, low=0.0)
+    checks.number("adaptive_entropy", "high", high, low=0.0)
+
+    def init() -> State:
+        return {"coef": jnp.asarray(coef, jnp.float32), "acts": jnp.ones((), jnp.float32)}
+
+    def value(loss, batch, state):
+        entropy = require(name, loss, "entropy")
+        now = state["coef"] * state["acts"]
+        return loss.log("entropy_coef", jnp.full_like(entropy, now)), -now * entropy
+
+    def update(state: State, metrics: Mapping[str, Mean]) -> State:
+        entropy, known = _measured(metrics, "entropy")
+        moved = state["coef"] + jnp.where(entropy < target, step, -step)
+        moved = jnp.clip(moved, 0.0, high).astype(state["coef"].dtype)
+        acts = (entropy <= target).astype(state["acts"].dtype)
+        return {
+            "coef": jnp.where(known, moved, state["coef"]),
+            "acts": jnp.where(known, acts, state["acts"]),
+        }
+
+    return _controlled(name, normalize, init, value, update)

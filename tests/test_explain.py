@@ -1,0 +1,53 @@
+"""What `jaxrl objectives` says about recipes and stages."""
+
+import pytest
+
+import jaxrl_llm as jrl
+from jaxrl_llm import explain, recipes, transforms
+from jaxrl_llm.errors import InputError
+
+
+def test_the_list_has_every_recipe_and_stage():
+    text = explain.list_objectives().splitlines()
+    for name in recipes.RECIPES:
+        assert any(line.startswith(f"{name}(") for line in text), name
+    for name in transforms.STAGES:
+        assert any(line.startswith(f"{name}(") for line in text), name
+    at = next(i for i, line in enumerate(text) if line.startswith("grpo("))
+    assert "clip_low=0.2" in text[at] and "2402.03300" in text[at + 1]
+    assert text[at + 2] == "    needs: nothing beyond the rollout"
+
+
+def test_a_derivation_has_the_chain_its_equations_and_its_numbers():
+    text = explain.derivation("dapo", {"clip_high": 0.3})
+    assert jrl.describe(jrl.dapo(clip_high=0.3)) in text
+    assert "clip(r_t, 1 - low, 1 + high)" in text and "with low = 0.2, high = 0.3" in text
+    assert "Needs: nothing beyond the rollout." in text
+    assert "batch.logprob_reference" in explain.derivation("grpo", {"kl_coef": 0.04})
+
+
+def test_token_weights_by_hand():
+    """Dividing by the std gives a token of 1 right answer in 8 the weight 7 times that of a wrong one."""
+    by_token = explain.token_weights(jrl.dapo(), rates=(1, 4), lengths=(2, 8))
+    right, wrong = by_token[1, 2]
+    assert by_token[1, 8] == pytest.approx((right, wrong)) and right == pytest.approx(-7 * wrong)
+    assert by_token[4, 2][0] == pytest.approx(-by_token[4, 2][1])
+    by_sequence = explain.token_weights(jrl.grpo(), rates=(1,), lengths=(2, 8))
+    assert by_sequence[1, 2][0] == pytest.approx(4 * by_sequence[1, 8][0])
+    # In units of the mean over tokens: a group of 8 answers of 8 tokens, one right, no std.
+    chain = jrl.chain(jrl.group_advantage(scale="none"), jrl.normalize_by_token(), jrl.reinforce_surrogate())
+    assert explain.token_weights(chain, rates=(1,), lengths=(8,))[1, 8] == pytest.approx((4.0, -4 / 7))
+
+
+def test_names_and_arguments_that_do_not_exist():
+    with pytest.raises(InputError, match="Did you mean grpo"):
+        explain.derivation("grop")
+    with pytest.raises(InputError, match="no argument 'clip'"):
+        explain.derivation("grpo", {"clip": 0.2})
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_every_recipe_has_a_derivation(name):
+    required = {"dr_grpo": {"limit": 64}}
+    text = explain.derivation(name, required.get(name))
+    assert text.startswith(f"{name}: ") and "Weight of a token" in text or "No table" in text

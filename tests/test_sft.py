@@ -1,0 +1,232 @@
+"""Training on given answers, on the tiny model: every loss learns its data, runs stop and go on, bad input is refused."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import load_config
+from jaxrl_llm.data.sft import answered, read_sft, trajectory_of
+from jaxrl_llm.diagnostics.metrics import read_jsonl
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.sft import RowSource, SupervisedRun, sft
+from jaxrl_llm.snapshots.store import SnapshotStore
+from jaxrl_llm.tokens.tiny import tiny_tokenizer
+from jaxrl_llm.train import train
+
+SFT = '["normalize_by_token", "next_token"]'
+PAIR_LOSSES = ("dpo", "cdpo", "robust_dpo", "ipo", "hinge", "kto", "orpo", "simpo", "reward_model")
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """{"answers": file, "pairs": file}: a prompt is answered with its first letter doubled, not with another's."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    answers, pairs = [], []
+    for number in range(60):
+        first, other = (chr(97 + i) for i in rng.choice(4, 2, replace=False))
+        prompt = f"{first}{number % 10}"
+        answers.append({"prompt": prompt, "answer": first * 2, "reward": float(number % 2)})
+        pairs.append({"prompt": prompt, "chosen": first * 2, "rejected": other * (1 + number % 3)})
+    return {
+        "answers": write(folder / "answers.jsonl", answers),
+        "pairs": write(folder / "pairs.jsonl", pairs),
+    }
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("configs") / "given.yaml"
+    path.write_text(
+        "steps: 4\nmodel: {source: tiny, max_context: 32}\noptimizer: {learning_rate: 3e-3}\n"
+        "data: {batch: 8}\nlearner: {micro_batch_rows: 16}\nevaluation: {every: 2, items: 8}\n"
+        "snapshots: {every: 2}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def load(config_file, files):
+    def load(objective, *more):
+        file = files["answers" if objective == SFT else "pairs"]
+        return load_config(config_file, [f"objective={objective}", f"data.path={file}", *more])
+
+    return load
+
+
+def figures(folder):
+    rows = read_jsonl(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
+
+
+def steps(config, folder, number):
+    """Metrics of the first steps of a run, without evaluation or report."""
+    run = SupervisedRun(config, folder, resume=False)
+    rows = []
+    with run.snapshots:
+        for _ in range(number):
+            batch, _, _ = run.gather(None)
+            rows.append(run.learn(batch)[0])
+        return run, rows, run.evaluate() if number > 1 else {}
+
+
+@pytest.mark.parametrize("objective", PAIR_LOSSES)
+def test_every_preference_loss_falls_and_pair_accuracy_rises(objective, load, tmp_path):
+    config = load(objective, "optimizer.learning_rate=1e-2")
+    run, rows, held_out = steps(config, tmp_path / "run", 14)
+    mean = {
+        key: [np.mean([row[key] for row in part]) for part in (rows[:4], rows[-4:])]
+        for key in ("policy/loss", "policy/pair_accuracy", "policy/pair_margin")
+    }
+    assert mean["policy/loss"][1] < mean["policy/loss"][0]
+    assert mean["policy/pair_accuracy"][1] > 0.85 > mean["policy/pair_accuracy"][0]
+    assert mean["policy/pair_margin"][1] > mean["policy/pair_margin"][0]
+    assert held_out["eval/pairs/pair_accuracy"] > 0.8 and np.isfinite(held_out["eval/pairs/loss"])
+    assert all(row["optimizer/skipped"] == 0 for row in rows)
+    if objective == "kto":
+        assert all(row["policy/kto_point"] >= 0 for row in rows)
+    if objective == "reward_model":
+        assert run.state.params["value"].shape == (64,) and np.any(run.state.params["value"] != 0)
+
+
+def test_a_preference_run_starts_at_the_reference(load, tmp_path):
+    _, rows, _ = steps(load("dpo"), tmp_path / "run", 1)
+    assert rows[0]["policy/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert rows[0]["policy/pair_margin"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_supervised_fine_tuning_lowers_its_loss(load, tmp_path):
+    assert (
+        sft(load(SFT, "steps=20", "optimizer.learning_rate=1e-2", "snapshots.every=0"), tmp_path / "run") == 0
+    )
+    rows = figures(tmp_path / "run")
+    assert [row["version"] for row in rows] == list(range(21))
+    assert rows[-1]["policy/loss"] < 0.3 * rows[1]["policy/loss"]
+    assert rows[-1]["eval/answers/loss"] < 0.3 * rows[0]["eval/answers/loss"]
+    assert rows[0]["eval/answers/items"] >= 3
+    assert rows[-1]["data/passes"] > 2 and rows[-1]["data/skipped"] == 0
+    assert "policy/kl_behavior" not in rows[-1]  # nobody sampled these answers
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_rejection_sampling_keeps_the_rows_with_a_reward(load, tmp_path):
+    run = SupervisedRun(load(SFT, "data.min_reward=0.5"), tmp_path / "a", resume=False)
+    batch, _, _ = run.gather(None)
+    rewards = np.asarray(batch.reward.sum(axis=1))[np.asarray(batch.mask.any(axis=1))]
+    assert np.all(rewards == 1.0)
+    run.snapshots.close()
+    with pytest.raises(InputError, match="none of the 60 rows"):
+        SupervisedRun(load(SFT, "data.min_reward=2.0"), tmp_path / "b", resume=False)
+    zero = SupervisedRun(load(SFT, "data.min_reward=0.0"), tmp_path / "c", resume=False)
+    assert zero.source.state()["identity"]["rows"] + len(zero.held_out) == 60  # a reward of 0 is a reward
+    zero.snapshots.close()
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(load, tmp_path, monkeypatch):
+    objective = "kto"
+    assert sft(load(objective), tmp_path / "whole") == 0
+    learn, calls = SupervisedRun.learn, []
+
+    def interrupted(self, batch):
+        calls.append(True)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return learn(self, batch)
+
+    monkeypatch.setattr(SupervisedRun, "learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sft(load(objective), tmp_path / "cut")
+    assert sft(load(objective), tmp_path / "cut", resume=True) == 0
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+    for name in ("cut", "whole"):
+        assert (tmp_path / name / "samples.jsonl").read_bytes() == b""
+    trees = []
+    for name in ("cut", "whole"):
+        with SnapshotStore(tmp_path / name / "snapshots", read_only=True) as store:
+            trees.append(store.restore_params()[0])
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+
+
+def test_a_run_is_not_resumed_with_other_rows(load, files, tmp_path):
+    copy = tmp_path / "pairs.jsonl"
+    copy.write_text(pathlib.Path(files["pairs"]).read_text())
+    config = load("dpo", f"data.path={copy}", "steps=2")
+    assert sft(config, tmp_path / "run") == 0
+    copy.write_text("\n".join(copy.read_text().splitlines()[:-5]))
+    with pytest.raises(InputError, match="not those of the snapshot"):
+        sft(config, tmp_path / "run", resume=True, overrides=("steps=3",))
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "parts"),
+    [
+        ("dpo", ["learner.micro_batch_rows=15"], ["micro_batch_rows", "even", "15"]),
+        ("dpo", ["learner.row_tokens=64"], ["row_tokens"]),
+        ("dpo", ["learner.minibatches=2"], ["learner.minibatches"]),
+        ("dpo", ["data.path=nowhere.jsonl"], ["nowhere.jsonl", "does not exist"]),
+        ("dpo", ["data.path=null"], ["data.path", "prompt, chosen, rejected"]),
+        ("dpo", ["data.min_reward=1.0"], ["data.min_reward"]),
+        ("grpo", [], ["'chosen'", "dpo"]),
+        ("dpo", ["model.max_context=512"], ["model.max_context", "512"]),
+    ],
+)
+def test_bad_settings_are_refused(objective, more, parts, load, tmp_path):
+    with pytest.raises(InputError) as error:
+        sft(load(objective, *more), tmp_path / "run")
+    assert all(part in str(error.value) for part in parts), error.value
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_objectives_that_need_a_rollout_are_refused(load, files, tmp_path):
+    config = load(SFT, "objective=grpo")
+    with pytest.raises(InputError, match="logprob_behavior"):
+        sft(config, tmp_path / "run")
+    with pytest.raises(InputError, match="jaxrl sft"):
+        train(load("dpo"), tmp_path / "run")
+
+
+def test_rows_that_do_not_fit_are_skipped_and_counted(load, tmp_path):
+    long = [{"prompt": "x" * 40, "answer": "y"}] * 3
+    short = [{"prompt": f"q{i}", "answer": "z"} for i in range(5)]
+    mixed = write(tmp_path / "mixed.jsonl", [*long, *short])
+    run = SupervisedRun(load(SFT, f"data.path={mixed}", "data.batch=5"), tmp_path / "run", resume=False)
+    _, _, row = run.gather(None)
+    _, _, row = run.gather(None)
+    assert row["data/skipped"] >= 1
+    run.snapshots.close()
+    nothing = write(tmp_path / "long.jsonl", long)
+    run = SupervisedRun(load(SFT, f"data.path={nothing}"), tmp_path / "other", resume=False)
+    with pytest.raises(InputError, match="none of its rows fits into 32 tokens"):
+        run.gather(None)
+    run.snapshots.close()
+
+
+def test_row_source_visits_every_row_once_a_pass_and_goes_on_anywhere(files):
+    rows = read_sft(files["answers"])
+    tokenizer = tiny_tokenizer()
+
+    def source():
+        def render(row, uid, number):
+            return (trajectory_of(answered(row.messages, tokenizer), uid, number),)
+
+        return RowSource(rows, render, seed=3, longest=32, name="answers.jsonl")
+
+    def uids(batch):
+        return [trajectory.prompt.uid for (trajectory,) in batch]
+
+    whole = source()
+    first, second = uids(whole.next_batch(60)), uids(whole.next_batch(60))
+    assert len(set(first)) == 60 and set(first) == set(second) and first != second
+    cut = source()
+    cut.next_batch(37)
+    again = source()
+    again.restore(json.loads(json.dumps(cut.state())))
+    assert uids(again.next_batch(40)) == (first + second)[37:77]
