@@ -120,6 +120,18 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True)
+class Objectives:
+    """Lists recipes and stages, or derives one: jaxrl objectives show dapo --set clip_high=0.3"""
+
+    what: tyro.conf.Positional[Literal["list", "show"]] = "list"
+    """list: recipes and stages with hyper-parameters and sources; show: one objective, derived."""
+    name: tyro.conf.Positional[str] = ""
+    """With show: a recipe, or package.module:objective."""
+    overrides: _Overrides = ()
+    """With show: a hyper-parameter of the recipe, for example --set clip_high=0.3; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Bench:
     """Measures speed against the floors of this machine: rollout, update, or a whole iteration."""
 
@@ -152,6 +164,7 @@ _Command = (
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Objectives, tyro.conf.subcommand("objectives")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
@@ -206,6 +219,8 @@ def _run(command: Any) -> int:
 
             print(inference.export(command.source, command.target, version=command.version))
             return 0
+        case Objectives():
+            return _objectives(command)
         case Bench():
             return _bench(command)
     raise AssertionError(command)
@@ -309,6 +324,23 @@ def _sample(args: Sample) -> int:
     else:
         for row in rows:
             print(f"--- {row['prompt']}\n{row['completion']}")
+    return 0
+
+
+def _objectives(args: Objectives) -> int:
+    from jaxrl_llm import explain
+    from jaxrl_llm.config import apply_overrides
+
+    if (args.what == "show") != bool(args.name):
+        raise InputError(
+            "say which objective: jaxrl objectives show NAME; or jaxrl objectives, for the list."
+        )
+    if args.what == "list":
+        print(explain.list_objectives())
+    else:
+        spec = {"objective": {"recipe": args.name}}
+        spec = apply_overrides(spec, [f"objective.{item}" for item in args.overrides])["objective"]
+        print(explain.derivation(spec.pop("recipe"), spec))
     return 0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm import recipes, transforms
 from jaxrl_llm.learner.share import coefficients
-from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.objectives import build_objective, takes_pairs
 from jaxrl_llm.transforms import LossTransform
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
@@ -132,6 +132,8 @@ def token_weights(
 
 
 def _weight_table(objective: LossTransform) -> list[str]:
+    if takes_pairs(objective):
+        return ["No table of token weights: it compares given answers, whose weight depends on both of a pair."]
     try:
         weights = token_weights(objective)
     except (TypeError, ValueError) as error:

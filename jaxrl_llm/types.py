@@ -174,7 +174,9 @@ class TokenBatch:
     bootstrap_value: Array | None = None  # f32[B, T], value after the last token of a truncated row
     rewards: dict[str, Array] | None = None  # {name: f32[B, T]}, the parts of the reward
     baseline_reward: Array | None = None  # f32[B, T], constant over a trajectory (greedy decode)
-    agent: Array | None = None  # i32[B, T], constant over a trajectory: the role that it was played in, 0, 1, …
+    agent: Array | None = (
+        None  # i32[B, T], constant over a trajectory: the role that it was played in, 0, 1, …
+    )
     # f32[B, T], constant over a row: Σ_t log π/π_ref of its prompt with the answer to another; after `prepare` of
     # kto_preference: max(0, mean of these)
     reference_point: Array | None = None
@@ -182,7 +184,9 @@ class TokenBatch:
     topk_ids: Array | None = None  # i32[B, T, K]
     topk_logprob_behavior: Array | None = None  # f32[B, T, K]
     topk_logprob_proximal: Array | None = None  # f32[B, T, K]
-    topk_logprob_teacher: Array | None = None  # f32[B, T, K], the teacher's at topk_ids, its own most likely tokens
+    topk_logprob_teacher: Array | None = (
+        None  # f32[B, T, K], the teacher's at topk_ids, its own most likely tokens
+    )
     routing_ids: Array | None = None  # i32[B, T, layers, K], experts chosen while sampling
 
     advantage: Array | None = None  # f32[B, T]

@@ -3,7 +3,7 @@
 import pytest
 
 import jaxrl_llm as jrl
-from jaxrl_llm import explain, recipes, transforms
+from jaxrl_llm import cli, explain, recipes, transforms
 from jaxrl_llm.errors import InputError
 
 
@@ -46,8 +46,30 @@ def test_names_and_arguments_that_do_not_exist():
         explain.derivation("grpo", {"clip": 0.2})
 
 
+# Without a table: they compare pairs of answers, or read lists that such a batch does not have.
+NO_TABLE = {"cdpo", "dpo", "hinge", "ipo", "kto", "orpo", "reward_model", "robust_dpo", "simko", "simpo"}
+
+
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_every_recipe_has_a_derivation(name):
-    required = {"dr_grpo": {"limit": 64}}
-    text = explain.derivation(name, required.get(name))
-    assert text.startswith(f"{name}: ") and "Weight of a token" in text or "No table" in text
+    text = explain.derivation(name, {"dr_grpo": {"limit": 64}}.get(name))
+    assert text.startswith(f"{name}: ")
+    assert ("Weight of a token" in text) == (name not in NO_TABLE)
+    assert ("No table of token weights" in text) == (name in NO_TABLE)
+
+
+def jaxrl(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_the_command(capsys):
+    code, out, _ = jaxrl(capsys, "objectives")
+    assert code == 0 and out == explain.list_objectives() + "\n"
+    code, out, _ = jaxrl(capsys, "objectives", "show", "dapo", "--set", "clip_high=0.35")
+    assert code == 0 and out == explain.derivation("dapo", {"clip_high": 0.35}) + "\n"
+    for wrong in (("show",), ("list", "dapo"), ("show", "dapo", "--set", "clip=1"), ("show", "dopa")):
+        code, out, err = jaxrl(capsys, "objectives", *wrong)
+        assert code == 2 and not out and err.startswith("jaxrl: ") and "Traceback" not in err

@@ -83,8 +83,7 @@ LATER = {
     "tinker-cookbook": "",
     "trl": "rloo_compute_loss",
     "tunix": "",
-    "verl": "adv_optimal_token_baseline "
-    "adv_tir_optimal_token_baseline ",
+    "verl": "adv_optimal_token_baseline adv_tir_optimal_token_baseline ",
 }
 
 LATER_CONFIGURATIONS = {
@@ -736,9 +735,9 @@ def areal_advantages(case):
         stages.append(jrl.penalize_kl_in_reward(float(kl)))
     full = length == mask.shape[1]
     after = np.broadcast_to(value[:, -1:], mask.shape)
-    batch = batch_of(
-        mask, reward=reward, value=value, group=group, truncated=full, **fields
-    ).replace(bootstrap_value=jnp.asarray(pad(after)))
+    batch = batch_of(mask, reward=reward, value=value, group=group, truncated=full, **fields).replace(
+        bootstrap_value=jnp.asarray(pad(after))
+    )
     if c.get("reward_norm") is None:
         stages.append(jrl.gae(float(c.get("gamma", 1.0)), float(c.get("lam", 1.0)), bootstrap=True))
     (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
@@ -951,7 +950,9 @@ def prime_length_penalty(case):
     """A batch whose rows have as many tokens, and as many spans of trained ones, as the system counts."""
     c, reward = case.config, case["rewards"]
     case.convention("float32")
-    output, total, turns = (case[k].astype(int) for k in ("num_output_tokens", "num_total_tokens", "num_turns"))
+    output, total, turns = (
+        case[k].astype(int) for k in ("num_output_tokens", "num_total_tokens", "num_turns")
+    )
     mask = np.zeros((len(reward), total.max()), bool)
     for row, (n, last, spans) in enumerate(zip(output, total, turns, strict=True)):
         # every turn but the last one is one token, followed by one that is not trained
@@ -959,7 +960,9 @@ def prime_length_penalty(case):
         mask[row, last - (n - spans + 1) - 2 * np.arange(1, spans)] = True
     columns = mask[:, 1:]  # the first token of a row is never trained
     batch = batch_of(columns, reward=reward, group=np.zeros(len(reward), int))
-    stage = jrl.shape_length(*(float(c[f"num_{k}_weight"]) for k in ("output_tokens", "input_tokens", "turns")))
+    stage = jrl.shape_length(
+        *(float(c[f"num_{k}_weight"]) for k in ("output_tokens", "input_tokens", "turns"))
+    )
     chain = chain_of(stage, jrl.group_advantage(scale="none"), jrl.normalize_by_token())
     (ours,) = prepared(chain, batch, "advantage")
     theirs = array(case.out["advantages"])

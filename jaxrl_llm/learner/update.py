@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.learner.optimizer import applied_learning_rate
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
+from jaxrl_llm.learner.share import coefficients, gradient_share
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.ops.logprobs import policy_output
@@ -131,6 +132,7 @@ def make_update_step(
         logprob_gap_max      largest |current - behavior| of a trained token (nats), with behavior log-probs
         ratio_min, ratio_max smallest and largest current / anchor of a trained token; the anchor is the proximal
                              policy where the batch has its log-probs, else the behavior policy
+        share_…              which prompts and lengths the update listens to, see `learner.share`
     """
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
@@ -161,13 +163,15 @@ def make_update_step(
         shardings = None if mesh is None else state_shardings(state, optimizer, config, mesh, rules)
         param_shardings = None if shardings is None else shardings.params
         rows = micro_batch_rows or batch.shape[0]
-        split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
+        padded = pad_rows(batch, rows)
+        split, rebuild = micro_batches(padded, rows, mesh)
 
         def loss_sum(params, slices, gradient_sums=None):
             micro = rebuild(slices)
             output = run_policy(params, micro, gradient_sums)
             result = evaluate(objective, output, micro, state.objective_state)
-            return result.loss_sum, (result, ratio_extremes(output, micro))
+            coefficient = coefficients(objective, output, micro, state.objective_state)
+            return result.loss_sum, (result, ratio_extremes(output, micro), coefficient)
 
         gradients = jax.grad(loss_sum, has_aux=True)
 
@@ -187,7 +191,7 @@ def make_update_step(
         else:
             zeros = pinned(jax.tree.map(jnp.zeros_like, state.params), param_shardings)
             grads, outputs = jax.lax.scan(add, zeros, split)
-        results, extremes = outputs
+        results, extremes, coefficient = outputs
         total, denominator, metrics = jax.tree.map(
             lambda x: jnp.sum(x, axis=0), (results.loss_sum, results.denominator, results.metrics)
         )
@@ -211,6 +215,8 @@ def make_update_step(
             "trained_tokens": figure(jnp.sum(batch.mask)),
             **merge_extremes(extremes),
         }
+        shares = gradient_share(coefficient.reshape(padded.shape), padded)
+        metrics |= {name: figure(value) for name, value in shares.items()}
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:
             metrics["learning_rate"] = figure(rate)

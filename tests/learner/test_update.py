@@ -13,7 +13,7 @@ from jaxrl_llm import recipes
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.score import fill_logprobs, make_score
 from jaxrl_llm.learner.state import finish_train_step, init_state
-from jaxrl_llm.learner.update import merge_extremes, make_prepare, make_update_step
+from jaxrl_llm.learner.update import make_prepare, make_update_step, merge_extremes
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import parameter_specs
 from jaxrl_llm.transforms import (
