@@ -13,8 +13,9 @@ import numpy as np
 
 from jaxrl_llm import recipes, transforms
 from jaxrl_llm.learner.share import coefficients
-from jaxrl_llm.objectives import build_objective, takes_pairs
+from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.transforms import LossTransform
+from jaxrl_llm.transforms.preference import takes_pairs
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = ["WEIGHT_LENGTHS", "WEIGHT_RATES", "derivation", "list_objectives", "token_weights"]
