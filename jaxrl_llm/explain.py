@@ -134,7 +134,9 @@ def token_weights(
 
 def _weight_table(objective: LossTransform) -> list[str]:
     if takes_pairs(objective):
-        return ["No table of token weights: it compares given answers, whose weight depends on both of a pair."]
+        return [
+            "No table of token weights: it compares given answers, whose weight depends on both of a pair."
+        ]
     try:
         weights = token_weights(objective)
     except (TypeError, ValueError) as error:

@@ -3,20 +3,14 @@
 import json
 import pathlib
 import re
-import sys
 
-import jax
 import nbformat
 import pytest
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab" / "quickstart.ipynb"
 PLOTLY = "application/vnd.plotly.v1+json"  # MIME type of a figure
-SECONDS = 300  # for a cell, and for the start of the kernel
 
 
 def notebook(last=None):
@@ -38,47 +32,6 @@ def texts(nb):
             parts.append(output.get("text") or data.get("text/html") or data.get("text/plain") or "")
         found[cell.id] = "\n".join(parts)
     return found
-
-
-@pytest.fixture
-def run(tmp_path):
-    """run(notebook, folder): executes it in `folder`, with configs/tiny.yaml, by this test's interpreter.
-
-    The kernel is described by a file of its own, so that neither an installed kernel of the same name nor the
-    user's start-up files take part.
-    """
-    spec = tmp_path / "kernels" / "quickstart-test"
-    spec.mkdir(parents=True)
-    kernel = {
-        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-        "display_name": "the interpreter of the tests",
-        "language": "python",
-        "env": {
-            "JAXRL_SMOKE": "1",
-            "IPYTHONDIR": str(tmp_path / "ipython"),
-            "TMPDIR": str(tmp_path),  # gets the run folder
-            "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        },
-    }
-    (spec / "kernel.json").write_text(json.dumps(kernel))
-
-    def execute(nb, folder):
-        manager = AsyncKernelManager(
-            kernel_name=spec.name,
-            kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False),
-            connection_file=str(tmp_path / "connection.json"),
-        )
-        client = NotebookClient(
-            nb,
-            km=manager,
-            timeout=SECONDS,
-            startup_timeout=SECONDS,
-            resources={"metadata": {"path": str(folder)}},
-        )
-        client.execute(cleanup_kc=True)  # else the kernel of a given manager would go on
-        return nb
-
-    return execute
 
 
 def test_runs_from_top_to_bottom(run, tmp_path):
@@ -124,9 +77,10 @@ def test_says_what_to_do_without_a_project_folder(run, tmp_path):
         run(notebook(last="setup"), folder)
 
 
-def test_is_committed_clean():
+@pytest.mark.parametrize("path", sorted((ROOT / "colab").glob("*.ipynb")), ids=lambda path: path.name)
+def test_is_committed_clean(path):
     """No outputs, no counts, no paths or settings of the machine that it was written on."""
-    nb = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    nb = json.loads(path.read_text(encoding="utf-8"))
     nbformat.validate(nbformat.from_dict(nb))
     for cell in nb["cells"]:
         if cell["cell_type"] == "code":
