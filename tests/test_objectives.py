@@ -13,7 +13,8 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.types import TokenBatch
 
 ARGUMENTS = {"dr_grpo": {"limit": 8}}  # of recipes that have no default for them
-FILLED = {"logprob_proximal", "logprob_reference", "entropy"}  # by the training loop
+LISTS = {"topk_ids", "topk_logprob_proximal", "topk_logprob"}
+FILLED = {"logprob_proximal", "logprob_reference", "entropy", *LISTS}  # by the training loop
 CHAIN = ["group_advantage", "normalize_by_token", "token_ratio", "clip_surrogate"]
 
 
@@ -51,6 +52,12 @@ def test_every_recipe_by_name(name):
     else:
         with pytest.raises(InputError, match="The training loop does not provide it"):
             check_trainable(objective)
+
+
+def test_the_loop_makes_lists_of_the_proximal_policy_only():
+    check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv", "anchor": "proximal"}))
+    with pytest.raises(InputError, match="topk_ids.*The training loop does not provide it"):
+        check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv"}))
 
 
 def test_arguments_and_overrides_of_stages(batch):
