@@ -48,7 +48,7 @@ class Sft:
     reward_model or the like; the file is data.path of the config."""
 
     config: tyro.conf.Positional[str]
-    """YAML file, for example configs/sft.yaml."""
+    """YAML file; its data.path names the JSONL file."""
     run: str | None = None
     """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
     resume: bool = False

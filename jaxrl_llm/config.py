@@ -128,6 +128,16 @@ class LearnerSettings:
 
 
 @_section
+class ReferenceSettings:
+    """How the reference moves, for objectives that have one; by default it stays the model of the start."""
+
+    reset_every: Natural = 0  # train steps between two resets to the current parameters; 0: never
+    reset_optimizer: bool = False  # a reset also starts the optimiser anew, its schedule included (ProRL)
+    move_every: Natural = 0  # train steps between two moves towards the current parameters; 0: never
+    tau: Fraction = 0.6  # share of the current parameters in a move
+
+
+@_section
 class EvaluationSettings:
     every: Natural = 10  # train steps; 0: only before and after
     items: Natural = 128  # held-out items; 0: no evaluation
@@ -163,6 +173,7 @@ class Config:
     sampler: SamplerSettings = dataclasses.field(default_factory=SamplerSettings)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     learner: LearnerSettings = dataclasses.field(default_factory=LearnerSettings)
+    reference: ReferenceSettings = dataclasses.field(default_factory=ReferenceSettings)
     evaluation: EvaluationSettings = dataclasses.field(default_factory=EvaluationSettings)
     snapshots: SnapshotSettings = dataclasses.field(default_factory=SnapshotSettings)
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)

@@ -115,7 +115,7 @@ def token_weights(
     batch = _example(rates, lengths)
     # Whatever the policy reports besides the log-prob is on-policy, too.
     output = PolicyOutput(
-        logprob=batch.logprob_behavior, entropy=jnp.ones(batch.shape), value=jnp.zeros(batch.shape)
+        logprob=jnp.where(batch.mask, -1.0, 0.0), entropy=jnp.ones(batch.shape), value=jnp.zeros(batch.shape)
     )
     prepared, state = objective.prepare(batch, objective.init())
     weight = -np.asarray(jax.jit(lambda b: coefficients(objective, output, b, state))(prepared))

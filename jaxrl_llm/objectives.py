@@ -59,6 +59,7 @@ def check_trainable(objective: LossTransform) -> None:
       InputError: names the stage and the field.
     """
     filled = transforms.needed_fields(objective) & {"logprob_proximal", "logprob_reference"}
+    listed = "topk_logprob_proximal" in transforms.needed_fields(objective)  # the learner makes these lists
 
     def dry_run() -> LossOutput:
         tokens = jnp.zeros((2, 2), jnp.int32)
@@ -66,9 +67,14 @@ def check_trainable(objective: LossTransform) -> None:
         batch = TokenBatch.from_rows(
             tokens, tokens == 0, reward=zeros[:, 0], logprob_behavior=zeros, version=0
         ).replace(**dict.fromkeys(filled, zeros))
+        output = PolicyOutput(logprob=zeros, entropy=zeros)
+        if listed:
+            lists = zeros[..., None]
+            batch = batch.replace(topk_ids=lists.astype(jnp.int32), topk_logprob_proximal=lists)
+            output = output.replace(topk_logprob=lists)
         state = objective.init()
         batch, state = objective.prepare(batch, state)
-        return transforms.evaluate(objective, PolicyOutput(logprob=zeros, entropy=zeros), batch, state)
+        return transforms.evaluate(objective, output, batch, state)
 
     try:
         jax.eval_shape(dry_run)

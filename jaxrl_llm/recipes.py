@@ -800,8 +800,9 @@ def prorl(
 ) -> LossTransform:
     """ProRL (arXiv 2505.24864): GRPO's advantage, DAPO's clip and token mean, and a KL to a reference that is reset.
 
-    The reset, every few hundred steps or when validation stalls, is `learner.state.reset_reference`, of the optimiser
-    too; so is dynamic sampling a filter of the rollout. The default of kl_coef is ours: that of verl and SkyRL.
+    The reset, every few hundred steps or when validation stalls, is set in the config (reference.reset_every and
+    reset_optimizer), and dynamic sampling is a filter of the rollout. The default of kl_coef is ours: that of verl
+    and SkyRL.
     """
     return chain(
         group_advantage(scale="std"),

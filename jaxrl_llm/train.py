@@ -49,7 +49,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, topk_size
-from jaxrl_llm.learner.state import finish_train_step, init_state
+from jaxrl_llm.learner.state import finish_train_step, init_state, move_reference, reset_reference
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.load import Model
@@ -61,7 +61,7 @@ from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import LossTransform, needs, takes_pairs
-from jaxrl_llm.types import Mean, TokenBatch
+from jaxrl_llm.types import LearnerState, Mean, TokenBatch
 
 __all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
 
@@ -197,6 +197,12 @@ class BaseRun(abc.ABC):
             )
         except ValueError as error:  # shapes that the mesh does not divide
             raise InputError(f"mesh: {error}") from None
+        if self.state.reference is None and (config.reference.reset_every or config.reference.move_every):
+            raise InputError(
+                "reference: the objective compares with no reference, so that there is none to reset or move. Give "
+                "it a KL penalty (objective.kl_coef of a recipe, or penalize_kl), or leave reset_every and "
+                "move_every at 0."
+            )
         self.snapshots = SnapshotStore(
             folder / "snapshots", keep_last=config.snapshots.keep_last, keep_every=config.snapshots.keep_every
         )
@@ -247,13 +253,22 @@ class BaseRun(abc.ABC):
             for minibatch in minibatches(batch, config.learner.minibatches, shuffle):
                 self.state, metrics = self.update(self.state, minibatch)
                 updates.append(metrics)
-        self.state = finish_train_step(self.state)
+        self.state = self.renew_reference(finish_train_step(self.state))
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
         return merge_updates(jax.device_get(updates)), {
             "time/score": scored - begin,
             "time/update": done - scored,
         }
+
+    def renew_reference(self, state: LearnerState) -> LearnerState:
+        """The state with the reference that the config wants after this train step."""
+        settings, version = self.config.reference, int(state.version)
+        if settings.reset_every and version % settings.reset_every == 0:
+            return reset_reference(state, self.optimizer if settings.reset_optimizer else None)
+        if settings.move_every and version % settings.move_every == 0:
+            return move_reference(state, settings.tau)
+        return state
 
     def save(self, cursor: Any, metric: float | None = None) -> None:
         """Starts saving a snapshot of the state and of everything that the next train step depends on."""

@@ -90,11 +90,11 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("train", "eval", "sample", "report", "convert", "bench"):
+    for command in ("train", "sft", "eval", "sample", "report", "convert", "bench"):
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sample", "report", "convert", "bench"])
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "sample", "report", "convert", "bench"])
 def test_help_of_every_command(jaxrl, command):
     code, out, _ = jaxrl(command, "--help")
     assert code == 0

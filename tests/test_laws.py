@@ -105,17 +105,15 @@ STAGES = {
     "sequence_ratio_per_token": [jrl.sequence_ratio_per_token()],
     "reinforce_surrogate": [jrl.reinforce_surrogate()],
     "clip_surrogate": [jrl.clip_surrogate(low=0.1, high=0.2), jrl.clip_surrogate(0.1, 0.1, dual=1.2)],
-    "cispo_surrogate": [jrl.cispo_surrogate(high=1.1), jrl.cispo_surrogate(high=1.2, low=0.9)],
+    "cispo_surrogate": [jrl.cispo_surrogate(high=1.1)],
     "soft_surrogate": [jrl.soft_surrogate()],
     "geometric_surrogate": [jrl.geometric_surrogate(low=0.1, high=0.2)],
     "lag_clip_surrogate": [jrl.lag_clip_surrogate(low=0.3, high=0.4, decay=0.5, floor=0.05)],
     "quadratic_surrogate": [jrl.quadratic_surrogate(beta=0.5)],
     "vespo_surrogate": [jrl.vespo_surrogate()],
     "divergence_surrogate": [
-        jrl.divergence_surrogate("tv", low=0.02, high=0.03),
         jrl.divergence_surrogate("kl", low=0.005, high=0.005, anchor="proximal", cap=1.2),
         jrl.divergence_surrogate("topk_tv", low=0.02, high=0.03),
-        jrl.divergence_surrogate("topk_kl", low=0.005, high=0.005, anchor="proximal", k=3),
     ],
     "covariance_surrogate": [
         jrl.covariance_surrogate("kl", fraction=0.2),

@@ -13,6 +13,8 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.types import TokenBatch
 
 ARGUMENTS = {"dr_grpo": {"limit": 8}}  # of recipes that have no default for them
+LISTS = {"topk_ids", "topk_logprob_proximal", "topk_logprob"}
+FILLED = {"logprob_proximal", "logprob_reference", "entropy", *LISTS}  # by the training loop
 CHAIN = ["group_advantage", "normalize_by_token", "token_ratio", "clip_surrogate"]
 
 
@@ -45,7 +47,17 @@ def test_every_recipe_by_name(name):
     arguments = ARGUMENTS.get(name, {})
     objective = build_objective({"recipe": name, **arguments} if arguments else name)
     assert table(objective) == table(RECIPES[name](**arguments))
-    check_trainable(objective)
+    if {need.field for need in jrl.needs(objective)} <= FILLED:
+        check_trainable(objective)
+    else:
+        with pytest.raises(InputError, match="The training loop does not provide it"):
+            check_trainable(objective)
+
+
+def test_the_loop_makes_lists_of_the_proximal_policy_only():
+    check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv", "anchor": "proximal"}))
+    with pytest.raises(InputError, match="topk_ids.*The training loop does not provide it"):
+        check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv"}))
 
 
 def test_arguments_and_overrides_of_stages(batch):

@@ -42,7 +42,8 @@ CONVENTIONS = {
     "overlong_floor": "The penalty stays at its floor for answers beyond the limit; verl, AReaL and tunix let it grow.",
     "reset_at_gap": "SkyRL restarts the return at each masked token; the adapter makes each run a trajectory.",
     "eps_outside_root": "The system divides by std + eps, ours by sqrt(var + eps): equal to 1e-4 at eps 1e-5.",
-    "negative_mean": "MaxRL of a group whose mean is not positive is 0 for us; SkyRL and the authors flip the sign.",
+    "negative_mean": "MaxRL of a group whose mean is not positive is 0 for us; SkyRL and the authors flip the sign. The "
+    "length penalty of such a group is 0 too; prime-rl pays long answers.",
     "weight_given": "The system is handed its weights ready made; the adapter puts them in batch.weight.",
     "current_as_proximal": "verl's bypass mode weighs by the current policy, detached, and KL-Cov and Clip-Cov rank by "
     "it: as data, the proximal one.",
@@ -73,16 +74,8 @@ REFUSED = {
 }
 
 LATER = {
-    "areal": "",
-    "nemo-rl": "",
-    "openrlhf": "",
-    "prime-rl": "",
     "rlax": "entropy_loss vtrace_td_error_and_advantage",
-    "skyrl": "",
-    "slime": "",
-    "tinker-cookbook": "",
     "trl": "rloo_compute_loss",
-    "tunix": "",
     "verl": "adv_optimal_token_baseline adv_tir_optimal_token_baseline ",
 }
 
@@ -92,18 +85,11 @@ LATER_CONFIGURATIONS = {
     "PPO mask of another policy": "an ablation of DPPO's authors: PPO's mask from the proximal policy under the ratio to "
     "the sampler",
     "rejection by k2 or k3": "ours rejects by the ratio itself",
-    "std over the batch": "group mean and batch std",
-    "leave-one-out std": "a std of the others, or one around the mean of the others",
-    "advantages of several rewards": "multi_reward_advantage, next issue",
-    "normalised over sequences": "whitening of sequences, not of tokens",
-    "KL in the advantage": "a per-token KL after group statistics",
-    "length penalty": "length_weighted_advantage, next issue",
-    "distillation in the advantage": "distill_advantage, next issue",
+    "leave-one-out std": "NeMo's GDPO with statistics of the others for each part",
     "mass outside the top k": "NeMo adds 100 times the student's mass outside the top k: no divergence; ours counts "
     "it as one entry",
     "Huber beyond its bend": "AReaL's option is quadratic below an error of 10 and linear above; ours quadratic",
     "mean of micro-batch means": "depends on the split: what the algebra rules out",
-    "GAE": "next issue",
     "metric": "a metric that ours does not report",
 }
 
@@ -696,7 +682,7 @@ def nemo_gae(case):
     if c["length_adaptive_alpha"] and c["gae_lambda_value"] is not None:
         options["length_adaptive"] = float(c["length_adaptive_alpha"])
     lam = c["gae_lambda"] if c["gae_lambda_policy"] is None else c["gae_lambda_policy"]
-    ddof = 0 if c["normalize_advantages"] else None
+    ddof = 1 if c["normalize_advantages"] else None
     reward = outcome(mask, case["rewards"])
     critic(case, mask, reward, case["values"], c["gae_gamma"], lam, ddof, **options)
 
@@ -851,7 +837,7 @@ def nemo_reinforce_pp(case):
     assert c["kl_type"] == "k1"
     chain = chain_of(
         base,
-        jrl.distill_advantage(c["kl_coef"], add=True, anchor="reference"),
+        jrl.distill_advantage(c["kl_coef"], add=True, anchor="reference", limit=10.0),  # NeMo clamps its KL
         jrl.whiten_advantage(ddof=0),
         jrl.normalize_by_token(),
     )

@@ -21,6 +21,8 @@ EXTRA = {  # what a preference loss is made of
     "gdpo": {"batch.rewards"},
     **dict.fromkeys(("decoupled_ppo", "icepop", "m2po"), {"batch.logprob_proximal"}),
     "prorl": {"batch.logprob_reference"},
+    "ppo": {"batch.value", "batch.logprob_proximal"},
+    "trpo": {"batch.logprob_proximal"},
     "opd": {"batch.logprob_teacher"},
     "simko": {
         "batch.logprob_proximal",
@@ -80,6 +82,7 @@ def test_stages_of_the_recipes():
     assert buffer == 4096  # the paper's
 
 
+VALUE = 0.3 * (np.arange(24).reshape(4, 6) % 5) - 0.4
 BATCH_FIELDS = dict(lengths=[4, 3, 2, 4], reward=[1.0, 0.0, 0.0, 1.0], group=[0, 0, 1, 1])
 
 
@@ -96,6 +99,8 @@ def one_batch():
         reward=BATCH_FIELDS["reward"],
         group=BATCH_FIELDS["group"],
         logprob_behavior=behavior,
+        logprob_proximal=behavior,
+        value=VALUE,
     )
     return batch, current, behavior, mask
 
@@ -124,6 +129,13 @@ def numpy_loss(name, lp, mu, m):
     if name in ("gspo", "gspo_token"):
         s = [np.exp(np.mean([lp[b, t] - mu[b, t] for t in tokens[b]])) for b in rows]
         return np.mean([clip(s[b], advantage[b], 3e-4, 4e-4) for b in rows])
+    if name == "trpo":
+        return sum(-advantage[b] * ratio[b, t] for b in rows for t in tokens[b]) / n.sum()
+    if name == "ppo":  # with gamma = lambda = 1 the advantage is the return minus the value
+        advantage = {(b, t): (1.0, 0.0, 0.0, 1.0)[b] - VALUE[b, t] for b in rows for t in tokens[b]}
+        every = np.array(list(advantage.values()))
+        white = {at: (a - every.mean()) / np.sqrt(every.var(ddof=1) + 1e-8) for at, a in advantage.items()}
+        return sum(clip(ratio[at], a, 0.2, 0.2) for at, a in white.items()) / n.sum()
     if name == "rloo":
         return np.mean([sum(-2 * centred[b] * lp[b, t] for t in tokens[b]) for b in rows])
     returns = np.array([1.0, 0.0, 0.0, 1.0])[:, None] * m
@@ -132,7 +144,7 @@ def numpy_loss(name, lp, mu, m):
     return sum(-white[b, t] * lp[b, t] for b in rows for t in tokens[b]) / n.sum()
 
 
-PINNED = ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token")
+PINNED = ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "gspo", "gspo_token", "ppo", "trpo")
 
 
 @pytest.mark.parametrize("name", PINNED)

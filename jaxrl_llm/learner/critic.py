@@ -18,7 +18,8 @@ A train step:
     batch = fill_logprobs(batch, state, score, needed), then `prepare`, whose `gae` writes advantages and returns
     state, metrics = critic_step(state, minibatch)             beside step(state, minibatch), except when shared
 
-An own head reads the policy as it is when the critic step runs, so take the critic step before the policy's.
+An own head reads the policy as it is when the critic step runs, so take the critic step before the policy's. On a
+mesh the rows are split as everywhere; the parameters of state.critic and their moments are whole on every device.
 """
 
 from __future__ import annotations

@@ -35,6 +35,15 @@ PPO = recipes.ppo(lam=0.95)
 SGD = optax.sgd(1.0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_fast():
+    """Small programs, run a few times: compiling them fast matters more than running them fast."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @functools.cache
 def params():
     return init_params(TINY, jax.random.key(0))
@@ -87,7 +96,7 @@ def test_packed_rows_have_the_values_of_padded_ones():
     value = np.asarray(values_of(critic, TINY, batch))[np.asarray(batch.mask)]
     packed = testing.pack(batch)
     found = np.asarray(values_of(critic, TINY, packed))[np.asarray(packed.mask)]
-    np.testing.assert_allclose(np.sort(found), np.sort(value), atol=1e-5)
+    np.testing.assert_allclose(np.sort(found), np.sort(value), atol=1e-4)
 
 
 def test_values_fill_what_is_needed_and_nothing_else():
@@ -247,8 +256,8 @@ def bandit(tokens):
 
 @pytest.mark.parametrize("own", ["model", "shared"])
 def test_ppo_learns_a_bandit_of_tokens(own):
-    """The reward of a random policy is half; two dozen train steps of two updates each raise it well above."""
-    optimizer = make_optimizer(3e-3)
+    """The reward of a random policy is half; sixteen train steps of two updates each raise it well above."""
+    optimizer = make_optimizer(5e-3)
     if own == "model":
         objective = PPO
         critic = init_critic(params(), TINY)
@@ -265,7 +274,7 @@ def test_ppo_learns_a_bandit_of_tokens(own):
     state = init_state(start, optimizer, objective, key=jax.random.key(0), **given)
     needed = {f for f in needed_fields(objective) if hasattr(TokenBatch, f) or f == "logprob_proximal"}
     earned, errors = [], []
-    for i in range(24):
+    for i in range(16):
         tokens = sample({name: state.params[name] for name in params()}, jax.random.key(i))
         reward = bandit(tokens)
         batch = TokenBatch.from_rows(tokens, np.ones(tokens.shape, bool), reward=reward)

@@ -1,5 +1,7 @@
 """Penalties of critics, controllers, teachers and tokens; the reference that moves: numbers by hand."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import optax
 import pytest
 
 import jaxrl_llm as jrl
+from jaxrl_llm.config import Config, ReferenceSettings
 from jaxrl_llm.learner.state import init_state, move_reference, reset_reference
+from jaxrl_llm.train import BaseRun
 
 MASK = np.array([[0, 1, 1, 1], [0, 1, 0, 0]], bool)
 TOKENS = np.zeros(MASK.shape, int)
@@ -292,3 +296,28 @@ class TestReference:
             move_reference(self.state(reference=False), 0.5)
         with pytest.raises(ValueError, match=r"tau must lie in \[0, 1\], got 1.5"):
             move_reference(self.state(), 1.5)
+
+
+class TestReferenceOfARun:
+    def state(self, settings, version):
+        config = Config(reference=ReferenceSettings(**settings))
+        run = types.SimpleNamespace(config=config, optimizer=optax.sgd(0.1))
+        made = TestReference().state()
+        return BaseRun.renew_reference(run, made.replace(version=jnp.int32(version)))
+
+    @pytest.mark.parametrize(
+        ("settings", "version", "expected"),
+        [
+            ({}, 4, 1.0),
+            ({"reset_every": 2}, 3, 1.0),
+            ({"reset_every": 2}, 4, 3.0),
+            ({"reset_every": 2, "reset_optimizer": True}, 4, 3.0),
+            ({"move_every": 2, "tau": 0.25}, 4, 1.5),
+            ({"reset_every": 4, "move_every": 2, "tau": 0.25}, 4, 3.0),
+        ],
+    )
+    def test_after_a_train_step(self, settings, version, expected):
+        state = self.state(settings, version)
+        np.testing.assert_allclose(state.reference["w"][0], expected)
+        fresh = jax.tree.structure(state.opt_state) == jax.tree.structure(optax.sgd(0.1).init(state.params))
+        assert fresh == settings.get("reset_optimizer", False)
