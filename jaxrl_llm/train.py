@@ -307,6 +307,12 @@ class Run(BaseRun):
                 "objective: it compares pairs of given answers, which a rollout does not have. Train it with "
                 "`jaxrl sft` on a preference file (data.path)."
             )
+        recipe = config.objective.get("recipe") if isinstance(config.objective, dict) else config.objective
+        if recipe == "trpo":
+            raise InputError(
+                "objective: trpo is trained by a step of its own (learner.trust_region.make_trust_region_step), which "
+                "this command does not call; use ppo's clipped relatives here, for example grpo."
+            )
         check_trainable(objective)
         if config.rollout.group_size < 2 and uses_groups(objective):
             raise InputError(

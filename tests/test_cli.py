@@ -341,6 +341,11 @@ def test_more_tokens_at_least_than_at_most(refused):
     )
 
 
+@pytest.mark.parametrize("objective", ["trpo", "{recipe: trpo, lam: 0.9}", "ppo", "opd", "dpo"])
+def test_objectives_that_a_rollout_cannot_train_are_refused(refused, objective):
+    refused(["objective"], "train", TINY_YAML, "--set", f"objective={objective}")
+
+
 def test_run_folders_that_cannot_be_used(refused, tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below", pathlib.Path("/proc/no/such")):
