@@ -138,6 +138,28 @@ class ReferenceSettings:
 
 
 @_section
+class CriticSettings:
+    """The critic, for objectives that read values (ppo): a copy of the model with a value head."""
+
+    learning_rate: NonNegative = 1e-5
+    warmup_updates: Natural = 0  # updates; then as optimizer.schedule says
+    clip: Annotated[float, pydantic.Field(gt=0)] | None = (
+        None  # of the value's change, in units of the return
+    )
+    whiten: bool = False  # divide the error by the standard deviation of the returns
+
+
+@_section
+class TrustRegionSettings:
+    """The step of trpo, which has no optimiser."""
+
+    max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
+    damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
+    cg_iterations: Positive = 10  # of the conjugate gradient
+    backtracks: Positive = 10  # step lengths that are tried
+
+
+@_section
 class EvaluationSettings:
     every: Natural = 10  # train steps; 0: only before and after
     items: Natural = 128  # held-out items; 0: no evaluation
@@ -174,6 +196,8 @@ class Config:
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     learner: LearnerSettings = dataclasses.field(default_factory=LearnerSettings)
     reference: ReferenceSettings = dataclasses.field(default_factory=ReferenceSettings)
+    critic: CriticSettings = dataclasses.field(default_factory=CriticSettings)
+    trust_region: TrustRegionSettings = dataclasses.field(default_factory=TrustRegionSettings)
     evaluation: EvaluationSettings = dataclasses.field(default_factory=EvaluationSettings)
     snapshots: SnapshotSettings = dataclasses.field(default_factory=SnapshotSettings)
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)

@@ -18,7 +18,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.transforms import LossTransform
 from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
-__all__ = ["build_objective", "check_trainable", "uses_groups"]
+FILLED = frozenset({"logprob_proximal", "logprob_reference", "value", "bootstrap_value"})  # by the train loop
+
+__all__ = ["FILLED", "build_objective", "check_trainable", "is_trust_region", "uses_groups"]
 
 
 def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
@@ -50,6 +52,11 @@ def uses_groups(objective: LossTransform) -> bool:
     return any("batch.group" in info.reads and "batch.advantage" in info.writes for info in objective.info)
 
 
+def is_trust_region(spec: Any) -> bool:
+    """True for a config's objective that is trained by the trust-region step: the recipe trpo."""
+    return (spec.get("recipe") if isinstance(spec, Mapping) else spec) == "trpo"
+
+
 def check_trainable(objective: LossTransform) -> None:
     """Refuses an objective that reads what a rollout and the learner do not give (a teacher, a given advantage).
 
@@ -58,7 +65,7 @@ def check_trainable(objective: LossTransform) -> None:
     Raises:
       InputError: names the stage and the field.
     """
-    filled = transforms.needed_fields(objective) & {"logprob_proximal", "logprob_reference"}
+    filled = transforms.needed_fields(objective) & FILLED
     listed = "topk_logprob_proximal" in transforms.needed_fields(objective)  # the learner makes these lists
 
     def dry_run() -> LossOutput:

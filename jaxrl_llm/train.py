@@ -9,7 +9,8 @@ One train step, in the order in which it happens:
  4. `rollout.pack` lays them out as a `TokenBatch`.
  5. `learner.score` fills the log-probs that `needed_fields(objective)` lists, and no others.
  6. `objective.prepare` writes advantage, weight, norm and count from the whole batch.
- 7. `learner.update` takes one optimiser step per minibatch.
+ 7. `learner.update` takes one optimiser step per minibatch (`learner.critic` one before it, where the objective
+    reads values; trpo's is that of `learner.trust_region`).
  8. Metrics are written; every so often the policy is evaluated and a snapshot is saved.
 
 The parameters that the sampler reads are the learner's own tree: nothing is copied by name.
@@ -23,9 +24,10 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
+import optax
 
 from jaxrl_llm import __version__
 from jaxrl_llm.assembly import (
@@ -46,14 +48,16 @@ from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter, memory_m
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, topk_size
 from jaxrl_llm.learner.state import finish_train_step, init_state, move_reference, reset_reference
+from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.load import Model
-from jaxrl_llm.objectives import build_objective, check_trainable, uses_groups
+from jaxrl_llm.objectives import build_objective, check_trainable, is_trust_region, uses_groups
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import pack
@@ -138,37 +142,51 @@ class BaseRun(abc.ABC):
         self.config, self.folder, self.objective = config, folder, objective
         self.needed = frozenset(need.field for need in needs(objective) if need.record == "batch")
         self.mesh = build_mesh(config)
-        updates = config.steps * config.learner.minibatches * config.learner.epochs
-        o = config.optimizer
-        try:
-            self.optimizer = make_optimizer(
-                o.learning_rate,
-                warmup_steps=o.warmup_updates,
-                total_steps=updates,
-                schedule=o.schedule,
-                b1=o.b1,
-                b2=o.b2,
-                eps=o.eps,
-                weight_decay=o.weight_decay,
-                clip_norm=o.clip_norm,
-            )
-        except ValueError as error:
-            raise InputError(f"optimizer: {error}") from None
         learner = config.learner
+        rows, remat = learner.micro_batch_rows, REMAT[learner.remat]
+        o = config.optimizer
+        self.optimizer = self.optimizer_of("optimizer", o.learning_rate, o.warmup_updates)
         try:
-            self.update = make_update_step(
-                self.objective,
-                model.config,
-                self.optimizer,
-                self.mesh,
-                micro_batch_rows=learner.micro_batch_rows,
-                remat=REMAT[learner.remat],
-                chunk=learner.head_chunk,
-                entropy=entropy,
-                policy=policy,
-            )
+            if is_trust_region(config.objective):
+                self.optimizer = optax.identity()
+                self.update = make_trust_region_step(
+                    self.objective,
+                    model.config,
+                    self.mesh,
+                    **dataclasses.asdict(cast(Any, config.trust_region)),
+                    micro_batch_rows=rows,
+                    remat=remat,
+                    chunk=learner.head_chunk,
+                    entropy=entropy,
+                )
+            else:
+                self.update = make_update_step(
+                    self.objective,
+                    model.config,
+                    self.optimizer,
+                    self.mesh,
+                    micro_batch_rows=rows,
+                    remat=remat,
+                    chunk=learner.head_chunk,
+                    entropy=entropy,
+                    policy=policy,
+                )
         except ValueError as error:
             raise InputError(f"learner: {error}") from None
+        critic_optimizer = None
+        if self.has_critic:
+            c = config.critic
+            critic_optimizer = self.optimizer_of("critic", c.learning_rate, c.warmup_updates)
+            self.score_values = make_values(model.config, self.mesh, micro_batch_rows=rows)
+            self.critic_step = make_critic_step(
+                model.config,
+                critic_optimizer,
+                self.mesh,
+                clip=c.clip,
+                whiten=c.whiten,
+                micro_batch_rows=rows,
+                remat=remat,
+            )
         self.prepare = make_prepare(self.objective, self.mesh)
         self.score = make_score(
             model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
@@ -192,6 +210,8 @@ class BaseRun(abc.ABC):
                 self.objective,
                 key=jax.random.key(config.seed),
                 reference="logprob_reference" in self.needed,
+                critic=init_critic(model.params, model.config) if self.has_critic else None,
+                critic_optimizer=critic_optimizer,
                 config=model.config,
                 mesh=self.mesh,
             )
@@ -208,6 +228,29 @@ class BaseRun(abc.ABC):
         )
         self.model_config, self.tokenizer = model.config, model.tokenizer
         self.digest = model.digest
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the objective reads values, so that a critic is trained beside the policy."""
+        return bool(self.needed & {"value", "bootstrap_value"})
+
+    def optimizer_of(self, where: str, rate: float, warmup: int) -> optax.GradientTransformation:
+        """The optimiser of the config with a learning rate and a warm-up of its own; `where` names it in errors."""
+        config, o = self.config, self.config.optimizer
+        try:
+            return make_optimizer(
+                rate,
+                warmup_steps=warmup,
+                total_steps=config.steps * config.learner.minibatches * config.learner.epochs,
+                schedule=o.schedule,
+                b1=o.b1,
+                b2=o.b2,
+                eps=o.eps,
+                weight_decay=o.weight_decay,
+                clip_norm=o.clip_norm,
+            )
+        except ValueError as error:
+            raise InputError(f"{where}: {error}") from None
 
     @property
     def version(self) -> int:
@@ -240,6 +283,8 @@ class BaseRun(abc.ABC):
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
         config = self.config
         begin = time.perf_counter()
+        if self.has_critic:
+            batch = fill_values(batch, self.state, self.score_values, self.needed)
         batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
@@ -251,8 +296,11 @@ class BaseRun(abc.ABC):
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)
             shuffle = key if config.learner.minibatches > 1 else None
             for minibatch in minibatches(batch, config.learner.minibatches, shuffle):
+                of_critic: dict[str, Mean] = {}
+                if self.has_critic:
+                    self.state, of_critic = self.critic_step(self.state, minibatch)
                 self.state, metrics = self.update(self.state, minibatch)
-                updates.append(metrics)
+                updates.append(metrics | of_critic)
         self.state = self.renew_reference(finish_train_step(self.state))
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
@@ -306,12 +354,6 @@ class Run(BaseRun):
             raise InputError(
                 "objective: it compares pairs of given answers, which a rollout does not have. Train it with "
                 "`jaxrl sft` on a preference file (data.path)."
-            )
-        recipe = config.objective.get("recipe") if isinstance(config.objective, dict) else config.objective
-        if recipe == "trpo":
-            raise InputError(
-                "objective: trpo is trained by a step of its own (learner.trust_region.make_trust_region_step), which "
-                "this command does not call; use ppo's clipped relatives here, for example grpo."
             )
         check_trainable(objective)
         if config.rollout.group_size < 2 and uses_groups(objective):
