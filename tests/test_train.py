@@ -585,3 +585,30 @@ def test_quickstart_raises_the_accuracy_of_a_real_model(start):
     rows = figures(folder)
     key = f"eval/{config.task.name}/greedy_accuracy"
     assert rows[-1][key] >= rows[0][key] + 0.2
+
+
+@pytest.mark.parametrize("objective", ["ppo", "trpo"])
+def test_steps_of_their_own_learn(tmp_path, objective):
+    """PPO trains a critic before each update of the policy; TRPO has no optimiser but a line search."""
+    config = load_config(
+        TINY_YAML,
+        [
+            f"objective={objective}",
+            "steps=16",
+            "rollout.prompts=16",
+            "evaluation.items=0",
+            "critic.learning_rate=3e-3",
+            "trust_region.max_kl=0.05",
+        ],
+    )
+    assert train(config, tmp_path / "run") == 0
+    rows = read_metrics(tmp_path / "run")
+    first, last = (np.mean([row["reward/mean"] for row in part]) for part in (rows[:4], rows[-4:]))
+    assert last > 2 * first
+    if objective == "ppo":
+        assert all(row["policy/critic_skipped"] == 0 for row in rows)
+        assert rows[-1]["policy/critic_error"] < rows[0]["policy/critic_error"]
+        assert "optimizer/learning_rate" in rows[-1]
+    else:
+        assert all(0 <= row["policy/trust_region_kl"] <= 0.05 + 1e-6 for row in rows)
+        assert sum(row["policy/trust_region_scale"] > 0 for row in rows) > 8
