@@ -343,7 +343,8 @@ class TokenBatch:
 def _check_rows(*, group: Any, temperature: Any, lengths: Array, width: int) -> None:
     """Raises ValueError for values of `TokenBatch.from_rows` that mean nothing; traced ones pass."""
     if not isinstance(temperature, jax.core.Tracer):
-        given = np.asarray(temperature, np.float32)
+        with np.errstate(over="ignore"):  # what overflows f32 is refused below
+            given = np.asarray(temperature, np.float32)
         if not np.all((given > 0) & np.isfinite(given)):
             raise ValueError("from_rows: temperature must be positive and finite.")
     if not isinstance(lengths, jax.core.Tracer):

@@ -70,12 +70,16 @@ CONVENTIONS = {
 }
 
 REFUSED = {
+    (
+        "trl",
+        "rloo_compute_loss",
+    ): "Clips the product of the token ratios of a sequence, whose spread grows with its length; "
+    "ours pools by the geometric mean (`sequence_ratio`), and `rloo` is on-policy and has no ratio.",
     ("areal", "staleness_capacity"): "How many rollouts may be started: a rule of a scheduler, no objective.",
 }
 
 LATER = {
-    "rlax": "entropy_loss vtrace_td_error_and_advantage",
-    "trl": "rloo_compute_loss",
+    "rlax": "vtrace_td_error_and_advantage",
     "verl": "adv_optimal_token_baseline adv_tir_optimal_token_baseline ",
 }
 
@@ -1713,6 +1717,28 @@ def rlax_policy_gradient(case):
     case.same("loss", value, case.out["loss"])
 
 
+def rlax_entropy(case):
+    """-mean(w_t H_t): the weights enter as the norm, over a count of one a token."""
+    logprobs = np.asarray(jax.nn.log_softmax(case["logits"]))
+    entropy, weight = -(np.exp(logprobs) * logprobs).sum(-1), case["w_t"]
+
+    @jrl.stage(reads=(), writes=("batch.norm", "batch.count"))
+    def normalize_as_given():
+        def prepare(batch):
+            return batch.replace(
+                norm=jnp.where(batch.mask, batch.value, 0.0), count=batch.mask.astype(jnp.float64)
+            )
+
+        return prepare
+
+    jrl.transforms.STAGES.pop("normalize_as_given")
+    case.convention("weight_given")
+    mask = np.ones((1, len(weight)))
+    stages = [normalize_as_given(), jrl.reward_entropy(1.0)]
+    value, _, _ = loss(jrl.chain(*stages), mask, np.zeros_like(mask), entropy[None], value=weight[None])
+    case.same("loss", value, case.out["loss"])
+
+
 # --------------------------------------------------------------- surrogates beyond the clip of a ratio
 
 
@@ -2728,6 +2754,7 @@ ADAPTERS = {
     ("nemo-rl", "ReinforcePlusPlusAdvantage"): nemo_reinforce_pp,
     ("nemo-rl", "GDPOAdvantage"): nemo_gdpo,
     ("verl", "adv_gdpo"): verl_gdpo,
+    ("rlax", "entropy_loss"): rlax_entropy,
     ("rlax", "lambda_returns"): rlax_lambda_returns,
     ("rlax", "truncated_gae"): rlax_gae,
     ("areal", "compute_advantages"): areal_advantages,
@@ -2901,3 +2928,17 @@ def test_oracle(key):
     assert not failures, f"{len(failures)} of {len(vectors()[key])} vectors differ:\n" + "\n\n".join(
         failures[:6]
     )
+
+
+def test_rlax_entropy_by_hand():
+    """No vector of this function is stored: two actions of equal probability have entropy log 2."""
+    vector = {
+        "peer": "rlax",
+        "function": "entropy_loss",
+        "case": "hand",
+        "config": {},
+        "inputs": {"logits": [[0.0, 0.0], [0.0, 0.0], [50.0, -50.0]], "w_t": [1.0, 0.5, 2.0]},
+        "outputs": {"loss": -1.5 * float(np.log(2.0)) / 3},
+    }
+    with testing.float64():
+        rlax_entropy(Case(vector))

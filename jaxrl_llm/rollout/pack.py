@@ -95,7 +95,7 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
         for name in ("mask", "logprob", "version", "kv_version"):
             if len(getattr(t, name)) != length:
                 raise ValueError(f"{where}: {name} has {len(getattr(t, name))} entries for {length} tokens.")
-        if not np.float32(t.temperature) > 0 or not np.isfinite(np.float32(t.temperature)):
+        if not np.finfo(np.float32).tiny <= t.temperature <= np.finfo(np.float32).max:
             raise ValueError(
                 f"{where} was drawn at temperature {t.temperature}: greedy completions have no distribution to train "
                 "on. Sample with a positive temperature."

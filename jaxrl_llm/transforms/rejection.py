@@ -78,7 +78,7 @@ def mask_second_moment(limit: float = 0.04, renormalize: bool = True):
     proximal policy in the place of the current one, as AReaL computes it: the ranking is over the counted tokens of
     the whole batch, hence made once, before the first gradient. The smallest M always stays. By default dropped
     tokens leave the denominator (AReaL). Departure: equal values go together (AReaL: in the order of a sort), so
-    that a batch means the same in any order. Metrics: `second_moment` (mean M before), `second_moment_masked`.
+    that a batch means the same in any order. Metrics: `mismatch_moment` (mean M before), `mismatch_moment_masked`.
     """
     checks.number("mask_second_moment", "limit", limit, positive=True, finite=False)
 
@@ -87,7 +87,7 @@ def mask_second_moment(limit: float = 0.04, renormalize: bool = True):
         valid = batch.mask if batch.counted is None else batch.mask & batch.counted
         kept = corrections.second_moment_kept(moment, valid, limit)
         dropped = (valid & ~kept).astype(moment.dtype)
-        batch = batch.log("second_moment", jnp.where(jnp.isfinite(moment), moment, 0.0), valid)
-        return reject(batch.log("second_moment_masked", dropped, valid), kept | ~valid, renormalize)
+        batch = batch.log("mismatch_moment", jnp.where(jnp.isfinite(moment), moment, 0.0), valid)
+        return reject(batch.log("mismatch_moment_masked", dropped, valid), kept | ~valid, renormalize)
 
     return prepare

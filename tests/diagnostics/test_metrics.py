@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.diagnostics import catalog, metrics
 from jaxrl_llm.diagnostics.metrics import (
     METRICS,
     MetricsWriter,
@@ -336,3 +337,10 @@ def test_metrics_do_not_break_a_transfer_guard(tmp_path):
     with jax.transfer_guard("disallow"), MetricsWriter(tmp_path) as out:
         out.write({"version": 1, "a": value})
     assert read_metrics(tmp_path)[0]["a"] == 2.0
+
+
+def test_every_figure_of_the_catalog_can_be_written():
+    """A stage's figure whose name looks like a duration would end a run after its first update."""
+    assert len(catalog.METRICS) > 100
+    for key in catalog.METRICS:
+        metrics._check_key(key)

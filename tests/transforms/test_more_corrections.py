@@ -59,8 +59,8 @@ class TestSecondMoment:
         batch = prepare(jrl.mask_second_moment(0.04), batch_of(logprob_proximal=self.Q))
         assert np.asarray(batch.counted).astype(int).tolist() == [[0, 1, 0, 1], [0, 1, 1, 0], [0] * 4]
         assert float(jnp.sum(batch.count)) == 4
-        assert mean(batch, "second_moment") == pytest.approx(0.1)
-        assert mean(batch, "second_moment_masked") == pytest.approx(0.2)
+        assert mean(batch, "mismatch_moment") == pytest.approx(0.1)
+        assert mean(batch, "mismatch_moment_masked") == pytest.approx(0.2)
 
     def test_without_renormalising_the_denominator_stays(self):
         stage = jrl.mask_second_moment(0.04, renormalize=False)
