@@ -14,7 +14,7 @@ from jaxrl_llm.types import TokenBatch
 
 ARGUMENTS = {"dr_grpo": {"limit": 8}}  # of recipes that have no default for them
 LISTS = {"topk_ids", "topk_logprob_proximal", "topk_logprob"}
-FILLED = {"logprob_proximal", "logprob_reference", "entropy", *LISTS}  # by the training loop
+FILLED = {"logprob_proximal", "logprob_reference", "entropy", "value", *LISTS}  # by the training loop
 CHAIN = ["group_advantage", "normalize_by_token", "token_ratio", "clip_surrogate"]
 
 
@@ -160,7 +160,7 @@ def refused(spec, parts):
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
-        ("grop", ["no recipe 'grop'", "Did you mean grpo?", "dapo, dr_grpo, grpo, gspo"]),
+        ("grop", ["no recipe 'grop'", "Did you mean grpo?", "Recipes: cdpo, cispo, dapo"]),
         ("", ["no recipe ''"]),
         ({"clip_high": 0.3}, ["expected a recipe name under `recipe`", "None"]),
         ({"recipe": ["grpo"]}, ["expected a recipe name", "['grpo']"]),

@@ -181,7 +181,7 @@ def test_missing_extras_are_named(tmp_path, monkeypatch, gguf_bytes):
         load_model("hf://org/name", cache_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "m.gguf").write_bytes(gguf_bytes)
-    with pytest.raises(InputError, match=r"jaxrl-llm\[demo\]"):
+    with pytest.raises(InputError, match=r"jaxrl-llm\[gguf\]"):
         load_model(tmp_path / "m.gguf", cache_dir=tmp_path / "cache")
 
 
