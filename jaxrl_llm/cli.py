@@ -250,7 +250,7 @@ def _sft(args: Sft) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
-    from jaxrl_llm.sft import sft
+    from jaxrl_llm.fine_tune import sft
 
     return sft(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
 

@@ -1,6 +1,7 @@
 """Recipes: what they are made of, what they need, and one update of each pinned against its formula."""
 
 import inspect
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,12 @@ def test_every_recipe_is_public_and_documented():
     assert set(recipes.RECIPES) == set(recipes.__all__) - {"RECIPES"}
     for name, recipe in recipes.RECIPES.items():
         assert recipe is getattr(jrl, name) and "arXiv" in recipe.__doc__ or "Williams" in recipe.__doc__
+
+
+def test_no_module_hides_a_recipe_or_a_stage():
+    """Importing jaxrl_llm.x binds the name x on the package: a recipe of that name would turn into a module."""
+    modules = {module.name for module in pkgutil.iter_modules(jrl.__path__)}
+    assert not modules & (set(recipes.__all__) | set(jrl.transforms.__all__))
 
 
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))

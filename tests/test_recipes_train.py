@@ -26,7 +26,7 @@ def fills(name):
     return not takes_pairs(objective) and fields <= FILLED | LISTS
 
 
-# `jaxrl sft` trains sft, reward models and preferences (tests/test_sft.py).
+# `jaxrl sft` trains sft, reward models and preferences (tests/test_fine_tune.py).
 TRAINED = sorted(name for name in RECIPES if name != "sft" and fills(name))
 
 

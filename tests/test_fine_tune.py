@@ -12,7 +12,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.data.sft import answered, read_sft, trajectory_of
 from jaxrl_llm.diagnostics.metrics import read_jsonl
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.sft import RowSource, SupervisedRun, sft
+from jaxrl_llm.fine_tune import RowSource, SupervisedRun, sft
 from jaxrl_llm.snapshots.store import SnapshotStore
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.train import train
