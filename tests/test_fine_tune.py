@@ -78,6 +78,7 @@ def steps(config, folder, number):
         return run, rows, run.evaluate() if number > 1 else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", PAIR_LOSSES)
 def test_every_preference_loss_falls_and_pair_accuracy_rises(objective, load, tmp_path):
     config = load(objective, "optimizer.learning_rate=1e-2")

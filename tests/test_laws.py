@@ -288,7 +288,13 @@ def test_stage_obeys_the_laws(stage):
     testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy)
 
 
-@pytest.mark.parametrize("name", CHAINS)
+# Each compiles programs for 8 devices, which takes ten seconds or more.
+QUICK = ("grpo", "groups", "streams", "given")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHAINS]
+)
 def test_chain_obeys_the_laws(name):
     testing.check_transform(CHAINS[name], splits=((4, 2, 2),), mesh=True)
 

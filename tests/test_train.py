@@ -587,6 +587,7 @@ def test_quickstart_raises_the_accuracy_of_a_real_model(start):
     assert rows[-1][key] >= rows[0][key] + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ppo", "trpo"])
 def test_steps_of_their_own_learn(tmp_path, objective):
     """PPO trains a critic before each update of the policy; TRPO has no optimiser but a line search."""

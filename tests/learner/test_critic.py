@@ -254,6 +254,7 @@ def bandit(tokens):
     return ((np.asarray(tokens) >= TINY.vocab_size // 2) == upper).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["model", "shared"])
 def test_ppo_learns_a_bandit_of_tokens(own):
     """The reward of a random policy is half; sixteen train steps of two updates each raise it well above."""

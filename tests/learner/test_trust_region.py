@@ -176,6 +176,7 @@ def test_conjugate_gradient_solves_and_says_what_is_left():
     ("max_kl", "damping", "options"),
     [(0.01, 0.05, {}), (2.0, 1e-3, {"micro_batch_rows": 3, "chunk": 5})],
 )
+@pytest.mark.slow
 def test_the_step_is_that_of_a_dense_solve(max_kl, damping, options):
     """x = -(F + damping)⁻¹ g, scaled to max_kl, and every figure that is reported; in one piece and in parts."""
     with testing.float64():
@@ -243,6 +244,7 @@ def test_arguments_are_checked():
             make_trust_region_step(TRPO, TINY, **bad)
 
 
+@pytest.mark.slow
 def test_the_tiny_decoder_improves_within_the_region(tiny_params):
     """Four train steps on one batch: every step raises the surrogate and keeps the KL within its bound."""
     rng = np.random.default_rng(0)
