@@ -56,7 +56,7 @@ def run(coin, tmp_path):
     config = load_config(TINY_YAML, ["task.name=coin", "rollout.temperature=0.8", "steps=3"])
     run = loop.Run(config, tmp_path / "run", resume=False)
     with run.snapshots:
-        batch, _, _ = run.rollout(None)
+        batch, _, _ = run.gather(None)
         run.learn(batch)
         yield run
 
@@ -71,7 +71,7 @@ def dense_logprob(params, config, tokens, t, temperature):
 
 def test_one_token(run):
     """Prompt -> sampler -> trajectory -> batch -> log-prob of the learner -> its term of the loss."""
-    batch, trajectories, _ = run.rollout(None)
+    batch, trajectories, _ = run.gather(None)
     groups = {}
     for i, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.group, []).append(i)
@@ -166,13 +166,13 @@ def test_one_parameter_tree(run, tmp_path, monkeypatch):
         return generate(self, params, *args, **more)
 
     monkeypatch.setattr(Sampler, "generate", watching)
-    batch, _, _ = run.rollout(None)
+    batch, _, _ = run.gather(None)
     assert given[-1] is run.state.params
     before = jax.tree.map(np.asarray, given[-1])
 
     # N29: after an update the same sampler, compiled long ago, draws from the new weights.
     run.learn(batch)
-    batch, trajectories, _ = run.rollout(None)
+    batch, trajectories, _ = run.gather(None)
     assert given[-1] is run.state.params
     after = jax.tree.map(np.asarray, run.state.params)
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, after)

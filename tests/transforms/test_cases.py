@@ -185,9 +185,29 @@ def test_n08_truncated_answers_leave_the_denominator():
 def test_n08_nothing_to_train_is_a_loss_of_zero(name):
     recipe = jrl.recipes.RECIPES[name]
     objective = recipe(limit=8) if name == "dr_grpo" else recipe()
-    batch = batch_of([0], reward=np.ones(8), group=[0] * 8, logprob_behavior=np.full((8, 12), np.nan))
-    value, gradient, metrics = loss(objective, np.full((8, 12), np.nan), batch)
-    assert value == 0 and np.all(gradient == 0) and all(np.isfinite(list(metrics.values())))
+    nan, listed = jnp.full((8, 12), jnp.nan), jnp.full((8, 12, 16), jnp.nan)
+    batch = batch_of([0], reward=np.ones(8), group=[0] * 8, logprob_behavior=np.asarray(nan)).replace(
+        logprob_proximal=nan,
+        logprob_reference=nan,
+        logprob_teacher=nan,
+        value=nan,
+        baseline_reward=nan,
+        rewards={"exact": nan, "form": nan},
+        reference_point=nan,
+        topk_ids=jnp.zeros(listed.shape, jnp.int32),
+        topk_logprob_proximal=listed,
+        topk_logprob_behavior=listed,
+    )
+
+    def value_of(logprob):
+        output = jrl.PolicyOutput(
+            logprob=logprob, entropy=nan, value=nan, topk_logprob=listed, divergence=nan
+        )
+        return jrl.transforms.loss(objective, output, batch)
+
+    (value, metrics), gradient = jax.value_and_grad(value_of, has_aux=True)(nan)
+    assert value == 0 and np.all(gradient == 0)
+    assert all(np.isfinite(mean.value) for mean in metrics.values())
 
 
 def test_n10_penalty_has_the_right_sign_of_the_ratio():

@@ -131,7 +131,7 @@ def test_incomplete_where_it_is_used(batch):
     text = error(lambda: jrl.transforms.loss(partial, batch.logprob_behavior, batch))
     assert text == (
         "objective is incomplete: nothing writes batch.norm. Add one of: normalize_by_constant, normalize_by_group, "
-        "normalize_by_length_limit, normalize_by_sequence, normalize_by_sequence_sum, normalize_by_token."
+        "normalize_by_length_limit, normalize_by_pair, normalize_by_sequence, normalize_by_sequence_sum, normalize_by_token."
     )
     text = error(lambda: jrl.transforms.check_complete(jrl.chain(jrl.normalize_by_token())))
     assert "nothing to minimise" in text and "clip_surrogate" in text
@@ -224,13 +224,13 @@ def test_stage_definitions_are_checked(forget):
 def test_describe():
     table = jrl.transforms.describe(jrl.grpo(anchor="proximal", importance_cap=5.0, kl_coef=0.1))
     expected = """
-#  stage                                                  clock    reads                                      writes
-0  group_advantage(scale=std, ddof=1, eps=1e-06)          prepare  batch.reward, .reward_valid, .group        batch.advantage
-1  truncate_importance(cap=5, level=token)                prepare  batch.logprob_proximal, .logprob_behavior  batch.weight
-2  normalize_by_sequence()                                prepare  batch.counted                              batch.norm, .count
-3  token_ratio(anchor=proximal)                           apply    batch.logprob_proximal                     loss.log_ratio
-4  clip_surrogate(low=0.2, high=0.2)                      apply    loss.log_ratio, batch.advantage            loss.policy
-5  penalize_kl(coef=0.1, estimator=k3, anchor=reference)  apply    batch.logprob_reference                    loss.penalties
+#  stage                                                          clock    reads                                      writes
+0  group_advantage(scale=std, ddof=1, eps=1e-06)                  prepare  batch.reward, .reward_valid, .group        batch.advantage
+1  truncate_importance(cap=5, level=token, divide_by_mean=False)  prepare  batch.logprob_proximal, .logprob_behavior  batch.weight
+2  normalize_by_sequence()                                        prepare  batch.counted                              batch.norm, .count
+3  token_ratio(anchor=proximal)                                   apply    batch.logprob_proximal                     loss.log_ratio
+4  clip_surrogate(low=0.2, high=0.2)                              apply    loss.log_ratio, batch.advantage            loss.policy
+5  penalize_kl(coef=0.1, estimator=k3, anchor=reference)          apply    batch.logprob_reference                    loss.penalties
 """
     assert table == expected.strip()
 
