@@ -42,6 +42,10 @@ class SamplingParams:
     seed: int = 0
     suppress_ids: tuple[int, ...] = ()  # never sampled
     raw_logprobs: bool = False  # also return log-probs under the unmodified softmax (temperature 1)
+    # Also return the ids and log-probs of so many of the likeliest tokens at each sampled one; 0 = none. They are those
+    # of the policy at `temperature`, before top_k, top_p and min_p: what a learner computes again.
+    top_logprobs: int = 0
+    greedy_too: bool = False  # one more completion of each prompt after its n, greedy, with index n
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -61,6 +65,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
             ("n", self.n >= 1, "at least 1"),
+            ("top_logprobs", self.top_logprobs >= 0, "0 (off) or a positive count"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
             ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
         )
@@ -72,6 +77,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True at temperature 0."""
         return self.temperature == 0
+
+    @property
+    def per_prompt(self) -> int:
+        """Completions of each prompt, the greedy one included."""
+        return self.n + self.greedy_too
 
     @property
     def truncated_support(self) -> bool:
@@ -89,13 +99,17 @@ class Completion:
     """
 
     prompt: Prompt
-    index: int  # which of the n samples of the prompt
+    index: int  # which of the n samples of the prompt; n = the greedy one beside them
     tokens: np.ndarray  # i32[N]
     logprobs: np.ndarray  # f32[N]
     stop: StopReason
     versions: np.ndarray  # i32[N], snapshot that sampled the token
     kv_versions: np.ndarray  # i32[N], oldest snapshot whose K/V the token attended to
     raw_logprobs: np.ndarray | None = None  # f32[N], on request
+    top_ids: np.ndarray | None = (
+        None  # i32[N, K], on request: the likeliest tokens in the place of each, best first
+    )
+    top_logprobs: np.ndarray | None = None  # f32[N, K], likewise
     text: str | None = None  # None without a tokenizer
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
@@ -145,7 +159,7 @@ class TokenSampler(Protocol):
         version: int = 0,
         on_progress: Callable[[SamplerStats], None] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the prompts, the n samples of a prompt consecutive."""
+        """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last."""
 
 
 def as_prompts(prompts: Sequence[Prompt | Sequence[int]]) -> list[Prompt]:

@@ -93,6 +93,8 @@ class ResultTokens:
     tokens: Any  # i32[steps, slots]
     logprobs: Any  # f32[steps, slots]
     raw_logprobs: Any  # f32[steps, slots] or None
+    top_ids: Any  # i32[steps, slots, K] or None
+    top_logprobs: Any  # f32[steps, slots, K] or None
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
 
@@ -234,8 +236,10 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
     return dataclasses.replace(state, table=table, active=active, position=position)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "steps", "truncate", "raw"), donate_argnames="cache")
-def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *, steps, truncate, raw):
+@functools.partial(
+    jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top"), donate_argnames="cache"
+)
+def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *, steps, truncate, raw, top):
     slots = rows["token"].shape[0]
     table, limit, floor = rows["table"], rows["limit"], rows["floor"]
     S = cache.page_size
@@ -266,10 +270,13 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *
             forbidden=forbidden,
             truncate=truncate,
             raw=raw,
+            top=top,
         )
         new = {"tokens": drawn.token, "logprobs": drawn.logprob, "valid": active}
         if raw:
             new["raw_logprobs"] = drawn.raw_logprob
+        if top:
+            new |= {"top_ids": drawn.top_ids, "top_logprobs": drawn.top_logprob}
         out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
         token = jnp.where(active, drawn.token, token)
         position = jnp.where(active, position + 1, position)
@@ -283,6 +290,9 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *
     }
     if raw:
         out["raw_logprobs"] = jnp.zeros((steps, slots), jnp.float32)
+    if top:
+        out["top_ids"] = jnp.zeros((steps, slots, top), jnp.int32)
+        out["top_logprobs"] = jnp.zeros((steps, slots, top), jnp.float32)
     start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
     ran, cache, token, position, active, out = jax.lax.while_loop(
         lambda carry: (carry[0] < steps) & (jnp.sum(carry[4]) >= least), step, start
@@ -302,6 +312,7 @@ def generate(
     least: int = 1,
     truncate: bool = False,
     raw: bool = False,
+    top: int = 0,
 ) -> tuple[DecodeState, ResultTokens]:
     """One dispatch: up to `steps` tokens of every live row. `state.cache` is donated.
 
@@ -313,7 +324,7 @@ def generate(
       steps: most decode steps.
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
-      truncate, raw: see `sampling.draw`.
+      truncate, raw, top: see `sampling.draw`.
     """
     rows = {
         name: getattr(state, name)
@@ -327,6 +338,7 @@ def generate(
         steps=steps,
         truncate=truncate,
         raw=raw,
+        top=top,
     )
     (token, position, active), (out, ran) = jax.device_get((carried, results))
     state = dataclasses.replace(state, cache=cache, token=token, position=position, active=active)
@@ -334,6 +346,8 @@ def generate(
         tokens=out["tokens"],
         logprobs=out["logprobs"],
         raw_logprobs=out.get("raw_logprobs"),
+        top_ids=out.get("top_ids"),
+        top_logprobs=out.get("top_logprobs"),
         valid=out["valid"],
         steps=int(ran),
     )

@@ -104,7 +104,7 @@ class Sampler:
         version: int = 0,
         on_progress: Callable[[SamplerStats], None] | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the prompts, the n samples of a prompt consecutive.
+        """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last.
 
         Args:
           params: the learner's tree, or the result of `decode.prepare_for_sampling`.
@@ -137,6 +137,10 @@ class Sampler:
         outside = [i for i in (sampling.stop_ids or ()) + sampling.suppress_ids if not 0 <= i < V]
         if outside:
             raise InputError(f"sampler: stop_ids and suppress_ids must be in [0, {V}), got {outside}.")
+        if sampling.top_logprobs > V:
+            raise InputError(
+                f"sampler: top_logprobs={sampling.top_logprobs} is more than the {V} tokens of the vocabulary."
+            )
         if sampling.stop and self._tokenizer is None:
             raise InputError(
                 "sampler: stop strings need a tokenizer; pass tokenizer= to Sampler, or use stop_ids."
@@ -215,6 +219,7 @@ class _Run:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
         )
+        self._greedy_row = RowSampling.uniform(1, temperature=0.0)
 
         tokens = [np.asarray(p.tokens, np.int32) for p in prompts]
         prefixes = distinct_prefixes(tokens)
@@ -228,7 +233,7 @@ class _Run:
                 key=row_key(sampling.seed, prompt.uid, j),
             )
             for i, prompt in enumerate(prompts)
-            for j in range(sampling.n)
+            for j in range(sampling.per_prompt)
         ]
 
         # Never smaller than in an earlier call, so that calls share the compiled programs.
@@ -260,7 +265,7 @@ class _Run:
         live = min(sampler._slots, len(self._rows))
         own = max(pages_for(row.limit, S) - (len(row.prompt_tokens) - 1) // S for row in self._rows)
         ahead = sampler._prefill_shape[0]
-        prompts = min(len(self._prompts), -(-live // self._sampling.n) + 1 + ahead)
+        prompts = min(len(self._prompts), -(-live // self._sampling.per_prompt) + 1 + ahead)
         prefix = max(pages_for(len(row.prefix.tokens), S) for row in self._rows)
         step = max(16, sampler._slots)
         return -(-(1 + live * (own + 1) + prompts * prefix) // step) * step
@@ -343,7 +348,7 @@ class _Run:
             limit=row.limit,
             floor=len(row.prompt_tokens) + self._sampling.min_tokens,
             key=row.key,
-            sampling=self._row_sampling,
+            sampling=self._row_sampling if row.index < self._sampling.n else self._greedy_row,
         )
 
     def _prefill(self, fills: list[tuple[np.ndarray, int, list[int]]]) -> None:
@@ -412,6 +417,7 @@ class _Run:
             least=len(self._scheduler.running) if self._scheduler.queued else 1,
             truncate=sampling.truncated_support,
             raw=sampling.raw_logprobs,
+            top=sampling.top_logprobs,
         )
         now = time.perf_counter()
         stats.decode_seconds += now - began
@@ -441,6 +447,9 @@ class _Run:
             row.logprobs.append(logprob)
             if result.raw_logprobs is not None:
                 row.raw_logprobs.append(float(result.raw_logprobs[t, row.slot]))
+            if result.top_ids is not None:
+                row.top_ids.append(result.top_ids[t, row.slot])
+                row.top_logprobs.append(result.top_logprobs[t, row.slot])
             found = self._stops is not None and self._stops.push(row.text, token)
             if len(row.tokens) > self._sampling.min_tokens:
                 if token in self._stop_ids:
@@ -465,6 +474,7 @@ class _Run:
             text = tokenizer.decode(row.tokens)
             if stop is StopReason.STOP_STRING and self._stops is not None:
                 text = self._stops.cut(text, tokenizer.decode(row.tokens[:-1]))
+        K = self._sampling.top_logprobs
         return Completion(
             prompt=self._prompts[row.prompt],
             index=row.index,
@@ -474,6 +484,8 @@ class _Run:
             versions=np.full(N, version, np.int32),
             kv_versions=np.full(N, version, np.int32),
             raw_logprobs=np.array(row.raw_logprobs, np.float32) if self._sampling.raw_logprobs else None,
+            top_ids=np.array(row.top_ids, np.int32).reshape(N, K) if K else None,
+            top_logprobs=np.array(row.top_logprobs, np.float32).reshape(N, K) if K else None,
             text=text,
             timings={"queued": row.started, "sampled": row.ended - row.started},
         )

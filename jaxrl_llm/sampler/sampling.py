@@ -24,6 +24,7 @@ Array = jax.Array
 
 BLOCK = 128  # vocabulary entries in a block of the two-level draw
 CANDIDATES = 256  # sorted tokens that nearly every truncated row gets along with
+IMPOSSIBLE = -1e4  # nats, of a listed token that cannot be drawn: finite, and its probability is 0 in f32
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -58,6 +59,10 @@ class Draw:
     token: Array  # i32[B]
     logprob: Array  # f32[B], nats, under the distribution drawn from; raw for greedy rows
     raw_logprob: Array | None = None  # f32[B], under the unmodified softmax
+    top_ids: Array | None = None  # i32[B, K], the likeliest allowed tokens, best first
+    top_logprob: Array | None = (
+        None  # f32[B, K], of the policy at the row's temperature, before any truncation
+    )
 
 
 def row_key(seed: int, uid: str, index: int) -> np.ndarray:
@@ -171,6 +176,7 @@ def draw(
     forbidden: Array | None = None,
     truncate: bool = True,
     raw: bool = False,
+    top: int = 0,
 ) -> Draw:
     """Samples one token a row.
 
@@ -182,6 +188,7 @@ def draw(
       forbidden: bool[B, V] (or broadcastable), tokens that must not be drawn, or None.
       truncate: static; False promises that no row asks for top-k, top-p or min-p.
       raw: static; also return raw log-probs.
+      top: static; also list the so many likeliest allowed tokens. 0 costs nothing.
 
     Greedy rows take the best allowed token (the lowest id among equals) and report its raw log-prob.
     """
@@ -220,6 +227,11 @@ def draw(
         token = jnp.where(rows.truncated, sorted_token, token)
         logprob = jnp.where(rows.truncated, sorted_logprob, logprob)
 
+    top_ids = top_logprob = None
+    if top:
+        listed, top_ids = jax.lax.top_k(z, top)
+        top_logprob = jnp.maximum(listed - best[:, None] - jnp.log(total)[:, None], IMPOSSIBLE)
+
     raw_logprob = None
     if raw or forbidden is not None:
         raw_logprob = _take(logits, token) - _log_sum_exp(logits)
@@ -228,6 +240,8 @@ def draw(
         token=token,
         logprob=logprob.astype(jnp.float32),
         raw_logprob=raw_logprob.astype(jnp.float32) if raw and raw_logprob is not None else None,
+        top_ids=None if top_ids is None else top_ids.astype(jnp.int32),
+        top_logprob=None if top_logprob is None else top_logprob.astype(jnp.float32),
     )
 
 

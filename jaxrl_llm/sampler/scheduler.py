@@ -55,6 +55,8 @@ class Row:
     tokens: list[int] = dataclasses.field(default_factory=list)  # sampled
     logprobs: list[float] = dataclasses.field(default_factory=list)
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)  # i32[K] each
+    top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # f32[K] each
     text: bytearray = dataclasses.field(default_factory=bytearray)  # of the sampled tokens, for stop strings
     own: list[int] = dataclasses.field(default_factory=list)  # pages after the shared ones
     saved: Any = None  # (k, v) of `own` in host memory while preempted, or None

@@ -168,6 +168,63 @@ def test_raw_logprobs_and_truncated_support():
         assert (c.logprobs > dense_logprobs(c, 0.8) - 1e-4).all()  # renormalised over a smaller support
 
 
+def dense_lists(completion, temperature=1.0):
+    """f32[N, V]: log-probs of the whole vocabulary in the place of each sampled token."""
+    P, N = len(completion.prompt.tokens), len(completion.tokens)
+    row = np.zeros((1, 128), np.int32)
+    row[0, : P + N] = np.concatenate([completion.prompt.tokens, completion.tokens])
+    logp = jax.nn.log_softmax(_dense_logits(model(), TINY, jnp.array(row))[0] / temperature)
+    return np.asarray(logp)[P - 1 : P + N - 1]
+
+
+@pytest.mark.parametrize("truncated", [{}, {"top_p": 0.6, "top_k": 9}])
+def test_lists_are_those_of_the_dense_forward_pass(truncated):
+    sampling = SamplingParams(max_tokens=12, n=2, temperature=0.8, top_logprobs=5, **truncated)
+    plain = dataclasses.replace(sampling, top_logprobs=0)
+    outs = shared().generate(model(), prompts((4, 18)), sampling)
+    without = shared().generate(model(), prompts((4, 18)), plain)
+    assert same(outs, without) and without[0].top_ids is None  # asking for lists changes no draw
+    for c in outs:
+        dense = dense_lists(c, 0.8)
+        assert c.top_ids.shape == c.top_logprobs.shape == (len(c.tokens), 5)
+        assert c.top_ids.dtype == np.int32 and c.top_logprobs.dtype == np.float32
+        np.testing.assert_allclose(c.top_logprobs, -np.sort(-dense, axis=1)[:, :5], atol=1e-4)
+        np.testing.assert_allclose(np.take_along_axis(dense, c.top_ids, 1), c.top_logprobs, atol=1e-4)
+
+
+def test_lists_survive_preemption():
+    sampling = dataclasses.replace(MIXED, top_logprobs=5)
+    sampler = Sampler(TINY, slots=4, page_size=8, pages=18, steps_per_dispatch=5)
+    squeezed = sampler.generate(model(), prompts(), sampling)
+    assert sampler.stats.preemptions > 0
+    for a, b in zip(squeezed, shared().generate(model(), prompts(), sampling), strict=True):
+        assert np.array_equal(a.top_ids, b.top_ids) and np.array_equal(a.top_logprobs, b.top_logprobs)
+        assert a.top_ids.shape == (len(a.tokens), 5)
+
+
+def test_a_listed_token_that_cannot_be_drawn_has_probability_0():
+    sampling = SamplingParams(max_tokens=3, top_logprobs=128, suppress_ids=tuple(range(8, 128)), stop_ids=())
+    (c,) = shared().generate(model(), prompts((4,)), sampling)
+    assert set(c.top_ids[0, :8]) == set(range(8)) and np.all(np.isfinite(c.top_logprobs))
+    np.testing.assert_allclose(np.exp(c.top_logprobs).sum(axis=1), 1.0, rtol=1e-5)
+    assert not np.exp(c.top_logprobs[:, 8:]).any()
+    with pytest.raises(InputError, match="top_logprobs=129 is more than the 128 tokens"):
+        shared().generate(model(), prompts((4,)), dataclasses.replace(sampling, top_logprobs=129))
+
+
+def test_a_greedy_completion_beside_the_samples(mixed):
+    outs = shared().generate(model(), prompts(), dataclasses.replace(MIXED, greedy_too=True), version=5)
+    assert [(c.prompt.uid, c.index) for c in outs] == [(p.uid, j) for p in prompts() for j in range(4)]
+    assert same(mixed, [c for c in outs if c.index < 3])
+    greedy = dataclasses.replace(MIXED, temperature=0.0, n=1)
+    alone = shared().generate(model(), prompts(), greedy)
+    for a, b in zip([c for c in outs if c.index == 3], alone, strict=True):
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs)
+    squeezed = Sampler(TINY, slots=4, page_size=8, pages=18, steps_per_dispatch=5)
+    again = squeezed.generate(model(), prompts(), dataclasses.replace(MIXED, greedy_too=True))
+    assert squeezed.stats.preemptions > 0 and same(outs, again)
+
+
 def test_context_limit_truncates_and_long_prompts_are_refused_by_name():
     sampler = Sampler(TINY, slots=4, page_size=8, max_context=24)
     outs = sampler.generate(model(), prompts((20, 23)), SamplingParams(max_tokens=50, stop_ids=()))
@@ -201,6 +258,7 @@ def test_bad_construction_is_refused(arguments, message):
         (dict(max_tokens=4, top_p=0.0), "top_p must be in"),
         (dict(max_tokens=4, min_tokens=5), "min_tokens must be in"),
         (dict(max_tokens=4, stop=("",)), "stop must be non-empty"),
+        (dict(max_tokens=4, top_logprobs=-1), "top_logprobs must be 0"),
     ],
 )
 def test_bad_sampling_parameters_are_refused(arguments, message):
