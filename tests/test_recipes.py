@@ -51,7 +51,7 @@ def test_every_recipe_is_public_and_documented():
 
 def test_no_module_hides_a_recipe_or_a_stage():
     """Importing jaxrl_llm.x binds the name x on the package: a recipe of that name would turn into a module."""
-    modules = {module.name for module in pkgutil.iter_modules(jrl.__path__)}
+    modules = {m.name for package in (jrl, recipes) for m in pkgutil.iter_modules(package.__path__)}
     assert not modules & (set(recipes.__all__) | set(jrl.transforms.__all__))
 
 
