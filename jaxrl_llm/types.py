@@ -187,6 +187,9 @@ class TokenBatch:
     topk_logprob_teacher: Array | None = (
         None  # f32[B, T, K], the teacher's at topk_ids, its own most likely tokens
     )
+    # [B, T, E], the teacher's last hidden state that token t is predicted from; with its output head, this is its
+    # distribution over the vocabulary, which is too large to keep
+    hidden_teacher: Array | None = None
     routing_ids: Array | None = None  # i32[B, T, layers, K], experts chosen while sampling
 
     advantage: Array | None = None  # f32[B, T]

@@ -8,6 +8,8 @@ The sums run over the last axis: the vocabulary, or the top k of the teacher.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,12 @@ import jax.numpy as jnp
 from jaxrl_llm.ops.numerics import absolute, safe_exp
 
 __all__ = [
+    "KINDS",
+    "Divergence",
     "forward_kl",
+    "forward_kl_slope",
     "jensen_shannon",
+    "jensen_shannon_slope",
     "k1",
     "k1_policy_gradient",
     "k1_straight_through",
@@ -28,6 +34,7 @@ __all__ = [
     "k3_weighted",
     "magnitude",
     "reverse_kl",
+    "reverse_kl_slope",
     "with_rest",
 ]
 
@@ -109,6 +116,50 @@ def jensen_shannon(student: Array, teacher: Array, beta: float) -> Array:
     """β KL(T ‖ M) + (1 - β) KL(S ‖ M), M = (1 - β) S + β T, 0 < β < 1 (GKD, arXiv 2306.13649, eq. 1)."""
     middle = jnp.logaddexp(jnp.log1p(-beta) + student, jnp.log(beta) + teacher)
     return beta * forward_kl(middle, teacher) + (1.0 - beta) * forward_kl(middle, student)
+
+
+def forward_kl_slope(student: Array, teacher: Array) -> Array:
+    """d KL(T ‖ S) / dz = p_S - p_T, z the logits of the student; f[..., V] from log-probs of the whole vocabulary."""
+    chex.assert_equal_shape([student, teacher])
+    return jnp.exp(student) - jnp.exp(teacher)
+
+
+def reverse_kl_slope(student: Array, teacher: Array) -> Array:
+    """d KL(S ‖ T) / dz = p_S (log p_S - log p_T - KL(S ‖ T)), as `forward_kl_slope`."""
+    chex.assert_equal_shape([student, teacher])
+    p, gap = jnp.exp(student), student - teacher
+    return p * (gap - jnp.sum(p * gap, axis=-1, keepdims=True))
+
+
+def jensen_shannon_slope(student: Array, teacher: Array, beta: float) -> Array:
+    """d JSD / dz = (1 - β) p_S (log p_S - log p_M - KL(S ‖ M)), as `forward_kl_slope`.
+
+    In dJSD / dp_S the derivatives through M add up to a constant, which a softmax does not feel.
+    """
+    middle = jnp.logaddexp(jnp.log1p(-beta) + student, jnp.log(beta) + teacher)
+    return (1.0 - beta) * reverse_kl_slope(student, middle)
+
+
+KINDS = ("forward", "reverse", "jsd")
+
+
+class Divergence(NamedTuple):
+    """Which divergence between teacher and student: one of `KINDS`, and the β of "jsd"."""
+
+    kind: str
+    beta: float = 0.5
+
+    def value(self, student: Array, teacher: Array) -> Array:
+        """f[...] from log-probs f[..., K]."""
+        if self.kind == "jsd":
+            return jensen_shannon(student, teacher, self.beta)
+        return (forward_kl if self.kind == "forward" else reverse_kl)(student, teacher)
+
+    def slope(self, student: Array, teacher: Array) -> Array:
+        """f[..., V]: derivative with respect to the student's logits."""
+        if self.kind == "jsd":
+            return jensen_shannon_slope(student, teacher, self.beta)
+        return (forward_kl_slope if self.kind == "forward" else reverse_kl_slope)(student, teacher)
 
 
 def with_rest(logprob: Array) -> Array:

@@ -5,8 +5,13 @@ and their derivatives run over chunks of positions; the logits of a chunk are re
 pass, so memory grows with the chunk and not with B * T * V. Positions that nobody asked for are moved to
 the end first, and chunks that hold none but those are skipped.
 
+A divergence between the policy and a teacher over the whole vocabulary is taken in the same pass: the logits
+of one chunk of both are in memory together, and are computed again in the backward pass, which knows the
+derivative of the divergence in closed form. Of the teacher it needs the hidden states that tokens are predicted
+from, `hidden_states`: they are small ([B, T, E]), so they are computed once a train step and serve every update.
+
 Local names: R row blocks (one per shard of the rows, 1 on a single device), M positions of a block, C
-positions of a chunk, D residual, V vocabulary, K listed tokens of a position.
+positions of a chunk, D residual, E residual of the teacher, V vocabulary, K listed tokens of a position.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
@@ -27,9 +33,11 @@ from jaxrl_llm.types import PolicyOutput, TokenBatch
 __all__ = [
     "Entropy",
     "HeadOutput",
+    "TeacherHead",
     "default_chunk",
     "head_logprobs",
     "head_output",
+    "hidden_states",
     "likeliest_tokens",
     "policy_output",
     "segment_positions",
@@ -56,6 +64,16 @@ class _HeadPlan(NamedTuple):
     chunk: int  # C
     entropy: Entropy
     find: int = 0  # K of the likeliest tokens to look up; not differentiable
+    divergence: Divergence | None = None
+    teacher_dtype: str = "float32"  # of the operands of the teacher's product
+
+
+class TeacherHead(NamedTuple):
+    """What a divergence needs of a teacher."""
+
+    params: Any  # its tree, or the part of it that `head_matrix` reads
+    dtype: str  # of the operands of its product
+    divergence: Divergence
 
 
 class HeadOutput(NamedTuple):
@@ -65,6 +83,7 @@ class HeadOutput(NamedTuple):
     entropy: Array | None
     topk_logprob: Array | None  # [..., K], of the listed tokens, or of those that were found
     topk_ids: Array | None  # i32[..., K], likeliest first; only when they were to be found
+    divergence: Array | None = None
 
 
 def _logits(x_RCD: Array, w_DV: Array, temperature_RC: Array) -> Array:
@@ -118,6 +137,11 @@ def _take(x: Array, index_RM: Array) -> Array:
     return jnp.take_along_axis(x, index_RM.reshape(*index_RM.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
+def _cut(fields: tuple[Any, ...], order: Array, chunks: int) -> tuple[Any, ...]:
+    """Fields [R, M, ...] in the order given, as [chunks, R, C, ...]; None stays None."""
+    return jax.tree.map(lambda x: _chunked(_take(x, order), chunks), fields)
+
+
 def _starts(active_RM: Array, chunks: int) -> tuple[Array, Array]:
     """First position of each chunk, and the number of positions that the fullest block needs."""
     C = active_RM.shape[1] // chunks
@@ -125,19 +149,29 @@ def _starts(active_RM: Array, chunks: int) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _head(plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK) -> HeadOutput:
-    """`HeadOutput` of [R, M]; `entropy` is always there. listed_RMK may be None."""
-    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK)[0]
+def _head(
+    plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV
+) -> HeadOutput:
+    """`HeadOutput` of [R, M]; `entropy` and `divergence` are always there.
+
+    listed_RMK may be None; y_RME and v_EV, the teacher's, are None without a divergence. No gradient reaches them.
+    """
+    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV)[0]
 
 
-def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK):
+def _teacher_logprobs(plan: _HeadPlan, y_RCE: Array, v_EV: Array, temperature_RC: Array) -> Array:
+    logits = _logits(y_RCE.astype(plan.teacher_dtype), v_EV.astype(plan.teacher_dtype), temperature_RC)
+    return jax.nn.log_softmax(logits, axis=-1)
+
+
+def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV):
     chunks = h_RMD.shape[1] // plan.chunk
     order, inverse = _ordered(active_RM)
     starts, needed = _starts(active_RM, chunks)
     w = w_DV.astype(plan.dtype)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
-    def compute(x_RCD, target_RC, temperature_RC, *listed):
+    def compute(x_RCD, target_RC, temperature_RC, listed, y_RCE):
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
         if plan.entropy:
@@ -145,45 +179,50 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
         else:
             lse = jax.nn.logsumexp(logits, axis=-1)
             entropy = jnp.zeros_like(lse)
+        divergence = jnp.zeros_like(lse)
+        if plan.divergence is not None:
+            teacher = _teacher_logprobs(plan, y_RCE, v_EV, temperature_RC)
+            divergence = plan.divergence.value(logits - lse[..., None], teacher).astype(wide)
         lists: tuple[Array, ...] = ()
-        if listed:
-            lists = (jnp.take_along_axis(logits, listed[0], axis=-1) - lse[..., None],)
+        if listed is not None:
+            lists = (jnp.take_along_axis(logits, listed, axis=-1) - lse[..., None],)
         elif plan.find:
             values, ids = jax.lax.top_k(logits, plan.find)
             lists = values - lse[..., None], ids
-        return chosen - lse, lse, entropy, *lists
+        return chosen - lse, lse, entropy, divergence, *lists
 
-    def skip(x_RCD, target_RC, temperature_RC, *listed):
+    def skip(x_RCD, target_RC, temperature_RC, listed, y_RCE):
         zero = jnp.zeros(target_RC.shape, wide)
         lists: tuple[Array, ...] = ()
-        if listed:
-            lists = (jnp.zeros(listed[0].shape, wide),)
+        if listed is not None:
+            lists = (jnp.zeros(listed.shape, wide),)
         elif plan.find:
             shape = (*target_RC.shape, plan.find)
             lists = jnp.zeros(shape, wide), jnp.zeros(shape, jnp.int32)
-        return zero, zero, zero, *lists
+        return zero, zero, zero, zero, *lists
 
     def body(_, chunk):
         start, *args = chunk
         return None, jax.lax.cond(start < needed, compute, skip, *args)
 
-    given = () if listed_RMK is None else (listed_RMK,)
-    inputs = [_chunked(_take(x, order), chunks) for x in (h_RMD, targets_RM, temperature_RM, *given)]
+    inputs = _cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME), order, chunks)
     _, outputs = jax.lax.scan(body, None, (starts, *inputs))
-    logprob, lse, entropy, *lists = (_take(_unchunked(x), inverse) for x in outputs)
-    logprob = jnp.where(active_RM, logprob, 0.0)
-    entropy = jnp.where(active_RM, entropy, 0.0)
+    logprob, lse, entropy, divergence, *lists = (_take(_unchunked(x), inverse) for x in outputs)
+    logprob, entropy, divergence = (jnp.where(active_RM, x, 0.0) for x in (logprob, entropy, divergence))
     lists = [jnp.where(active_RM[..., None], x, jnp.zeros((), x.dtype)) for x in lists]
-    output = HeadOutput(logprob, entropy, *lists, *[None] * (2 - len(lists)))
-    return output, (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, lse, entropy)
+    output = HeadOutput(logprob, entropy, *lists, *[None] * (2 - len(lists)), divergence)
+    residuals = (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, lse, entropy)
+    return output, residuals
 
 
 def _head_backward(plan, residuals, cotangents):
-    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, lse, entropy = residuals
+    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, lse, entropy = residuals
     d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents[:2])
-    given: tuple[Array, ...] = ()
+    d_listed = d_divergence = None
     if listed_RMK is not None:
-        given = listed_RMK, jnp.where(active_RM[..., None], cotangents.topk_logprob, 0.0)
+        d_listed = jnp.where(active_RM[..., None], cotangents.topk_logprob, 0.0)
+    if plan.divergence is not None:
+        d_divergence = jnp.where(active_RM, cotangents.divergence, 0.0)
     chunks = h_RMD.shape[1] // plan.chunk
     order, inverse = _ordered(active_RM)
     starts, needed = _starts(active_RM, chunks)
@@ -191,14 +230,15 @@ def _head_backward(plan, residuals, cotangents):
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
-    def compute(dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, *listed):
+    def compute(
+        dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, y_RCE, dd_RC
+    ):
         x = x_RCD.astype(plan.dtype)
         logp = _logits(x, w, temperature_RC) - lse_RC[..., None]
         probs = jnp.exp(logp)
         one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
         # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
-        if listed:
-            ids, dk_RCK = listed
+        if ids is not None:
             total = dp_RC + jnp.sum(dk_RCK, axis=-1)
             dz = dp_RC[..., None] * one_hot - total[..., None] * probs
             r, c = (jnp.arange(n)[:, None] for n in ids.shape[:2])
@@ -207,6 +247,9 @@ def _head_backward(plan, residuals, cotangents):
             dz = dp_RC[..., None] * (one_hot - probs)
         if plan.entropy is True:
             dz = dz - de_RC[..., None] * probs * (logp + entropy_RC[..., None])
+        if plan.divergence is not None:
+            teacher = _teacher_logprobs(plan, y_RCE, v_EV, temperature_RC)
+            dz = dz + dd_RC[..., None] * plan.divergence.slope(logp, teacher)
         dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
         dx_RCD = jnp.einsum("rcv,dv->rcd", dz, w, preferred_element_type=wide)
         dw_DV = dw_DV + jnp.einsum("rcd,rcv->dv", x, dz, preferred_element_type=wide)
@@ -219,11 +262,11 @@ def _head_backward(plan, residuals, cotangents):
         start, *args = chunk
         return jax.lax.cond(start < needed, compute, skip, dw_DV, *args)
 
-    fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, *given)
-    inputs = [_chunked(_take(x, order), chunks) for x in fields]
+    fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, listed_RMK, d_listed)
+    inputs = _cut((*fields, y_RME, d_divergence), order, chunks)
     dw_DV, dx = jax.lax.scan(body, jnp.zeros(w_DV.shape, wide), (starts, *inputs))
     dh_RMD = _take(_unchunked(dx), inverse).astype(h_RMD.dtype)
-    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None, None
+    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None, None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
@@ -247,10 +290,12 @@ def head_output(
     entropy: Entropy = False,
     listed: Array | None = None,
     find: int = 0,
+    teacher: TeacherHead | None = None,
+    hidden_teacher: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
 ) -> HeadOutput:
-    """Log-prob of a target (and entropy, and log-probs of a list of tokens) at each position, f32[B, T].
+    """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
     Unlike the rest of the package, entry t here describes `targets[t]` given hidden state t: the caller
     shifts. Differentiable in `h_BTD` and `w_DV`. The gradient of the weight is accumulated in f32.
@@ -265,6 +310,8 @@ def head_output(
       entropy: also the entropy of the distribution.
       listed: i32[B, T, K], tokens whose log-probs are wanted too; differentiable.
       find: K; look up the K likeliest tokens instead. Not differentiable.
+      teacher: also its divergence from the distribution, over the whole vocabulary and under the same temperature.
+      hidden_teacher: [B, T, E], the hidden states of the teacher after its last norm; no gradient reaches them.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
     """
@@ -283,17 +330,34 @@ def head_output(
     wide = jnp.promote_types(dtype, jnp.float32)
     if listed is not None and find:
         raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")
+    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find), None
+    if teacher is None:
+        hidden_teacher = None
+    else:
+        if hidden_teacher is None:
+            raise ValueError("head_output: a teacher without its hidden states; give hidden_teacher too.")
+        teacher_weight = head_matrix(teacher.params)
+        if teacher_weight.shape[1] != w_DV.shape[1]:
+            raise ValueError(
+                f"head_output: the teacher has a vocabulary of {teacher_weight.shape[1]} tokens, the policy one of "
+                f"{w_DV.shape[1]}; a divergence needs the same vocabulary."
+            )
+        plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
-        _HeadPlan(dtype, C, entropy, find),
+        plan,
         block(h_BTD, 0),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
         block(active, False),
         None if listed is None else block(listed, 0),
+        None if hidden_teacher is None else block(hidden_teacher, 0),
+        teacher_weight,
     )
     if not entropy:
         out = out._replace(entropy=None)
+    if teacher is None:
+        out = out._replace(divergence=None)
     return jax.tree.map(lambda x: x[:, :M].reshape(B, T, *x.shape[2:]), out)
 
 
@@ -307,6 +371,16 @@ def _continues(segments: Array) -> Array:
     """bool[B, T]: the token before belongs to the same segment, and neither is padding."""
     same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
     return jnp.pad(same, ((0, 0), (1, 0)))
+
+
+def _ahead(x: Array) -> Array:
+    """What describes token t moves to t - 1, where the hidden state is that it is predicted from."""
+    return jnp.pad(x[:, 1:], ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)))
+
+
+def _behind(x: Array) -> Array:
+    """What is found at t - 1 moves to token t, which it describes."""
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _shifted(
@@ -323,32 +397,29 @@ def _shifted(
     blocks,
     listed=None,
     find=0,
+    teacher=None,
+    hidden_teacher=None,
     **options,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
     hidden = forward(params, config, tokens, positions, segments, **options)
     wanted = wanted & _continues(segments)
-
-    def ahead(x):  # what describes token t moves to t - 1, where its hidden state is
-        return jnp.pad(x[:, 1:], ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)))
-
-    def behind(x):
-        return jnp.pad(x[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
-
     out = head_output(
         hidden,
         head_matrix(params),
-        ahead(tokens),
-        ahead(temperature),
-        ahead(wanted),
+        _ahead(tokens),
+        _ahead(temperature),
+        _ahead(wanted),
         dtype=config.logits_dtype,
         entropy=entropy,
-        listed=None if listed is None else ahead(listed),
+        listed=None if listed is None else _ahead(listed),
         find=find,
+        teacher=teacher,
+        hidden_teacher=None if hidden_teacher is None else _ahead(hidden_teacher),
         chunk=chunk,
         blocks=blocks,
     )
-    return jax.tree.map(behind, out)
+    return jax.tree.map(_behind, out)
 
 
 def policy_output(
@@ -362,6 +433,7 @@ def policy_output(
     chunk: int | None = None,
     blocks: int = 1,
     gradient_sums: Any = None,
+    teacher: TeacherHead | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -377,18 +449,26 @@ def policy_output(
       chunk: positions of a chunk of the head; default: about 128 MB of logits.
       blocks: shards of the rows on the mesh.
       gradient_sums: see `models.decoder.forward`.
+      teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
+        batch.hidden_teacher.
 
     Returns:
-      `PolicyOutput` with `logprob` (and `entropy`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly 0 outside
-      `batch.mask`.
+      `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
+      0 outside `batch.mask`.
 
     Raises:
-      ValueError: topk is asked for and the batch has no lists.
+      ValueError: topk is asked for and the batch has no lists, or a teacher's divergence and it has no hidden states
+        of the teacher.
     """
     if topk and batch.topk_ids is None:
         raise ValueError(
             "policy_output: the objective reads log-probs of the tokens batch.topk_ids, which is None. Fill it with "
             "fill_logprobs(..., topk=K) before `prepare`, or when the batch is made."
+        )
+    if teacher is not None and batch.hidden_teacher is None:
+        raise ValueError(
+            "policy_output: the objective reads the divergence from a teacher and batch.hidden_teacher is None. Fill it "
+            "with fill_logprobs(..., teach=...) before `prepare`."
         )
     out = _shifted(
         params,
@@ -404,8 +484,22 @@ def policy_output(
         listed=batch.topk_ids if topk else None,
         remat=remat,
         gradient_sums=gradient_sums,
+        teacher=teacher,
+        hidden_teacher=None if teacher is None else batch.hidden_teacher,
     )
-    return PolicyOutput(logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob)
+    return PolicyOutput(
+        logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
+    )
+
+
+def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch) -> Array:
+    """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
+
+    0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
+    """
+    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments)
+    wanted = batch.mask & _continues(batch.segments)
+    return jnp.where(wanted[..., None], _behind(hidden), jnp.zeros((), hidden.dtype))
 
 
 def likeliest_tokens(
