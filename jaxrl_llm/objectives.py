@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import recipes, transforms
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.transforms import LossTransform
 from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
-FILLED = frozenset({"logprob_proximal", "logprob_reference", "value", "bootstrap_value"})  # by the train loop
+# By the train loop: from the learner's passes, and from the rollout.
+FILLED = frozenset(
+    """logprob_proximal logprob_reference value bootstrap_value
+    rewards baseline_reward agent topk_logprob_behavior""".split()
+)
 
 __all__ = ["FILLED", "build_objective", "check_trainable", "is_trust_region", "uses_groups"]
 
@@ -57,27 +60,35 @@ def is_trust_region(spec: Any) -> bool:
     return (spec.get("recipe") if isinstance(spec, Mapping) else spec) == "trpo"
 
 
-def check_trainable(objective: LossTransform) -> None:
+def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)) -> None:
     """Refuses an objective that reads what a rollout and the learner do not give (a teacher, a given advantage).
 
     The objective is traced over a batch with the fields that the loop fills; nothing is computed.
 
+    Args:
+      parts: names of the rewards that the task gives (`rollout.checks.reward_parts`).
+
     Raises:
-      InputError: names the stage and the field.
+      InputError: names the stage and the field, or the part of the reward.
     """
-    filled = transforms.needed_fields(objective) & FILLED
-    listed = "topk_logprob_proximal" in transforms.needed_fields(objective)  # the learner makes these lists
+    needed = transforms.needed_fields(objective)
+    filled = needed & FILLED
+    listed = {"topk_logprob_behavior", "topk_logprob_proximal"} & needed  # by the sampler, by the learner
 
     def dry_run() -> LossOutput:
         tokens = jnp.zeros((2, 2), jnp.int32)
         zeros = jnp.zeros((2, 2), jnp.float32)
         batch = TokenBatch.from_rows(
             tokens, tokens == 0, reward=zeros[:, 0], logprob_behavior=zeros, version=0
-        ).replace(**dict.fromkeys(filled, zeros))
+        )
+        given: dict[str, Any] = dict.fromkeys(filled, zeros)
+        given |= {"agent": tokens} if "agent" in filled else {}
+        given |= {"rewards": dict.fromkeys(parts, zeros)} if "rewards" in filled else {}
+        batch = batch.replace(**given)
         output = PolicyOutput(logprob=zeros, entropy=zeros)
         if listed:
             lists = zeros[..., None]
-            batch = batch.replace(topk_ids=lists.astype(jnp.int32), topk_logprob_proximal=lists)
+            batch = batch.replace(topk_ids=lists.astype(jnp.int32), **dict.fromkeys(listed, lists))
             output = output.replace(topk_logprob=lists)
         state = objective.init()
         batch, state = objective.prepare(batch, state)
@@ -93,10 +104,8 @@ def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) ->
     known = list(inspect.signature(call).parameters)
     for key in kwargs:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
             raise InputError(
-                f"{where} has no argument {key!r}.{hint} It takes: {', '.join(known) or 'none'}."
+                f"{where} has no argument {key!r}.{did_you_mean(str(key), known)} It takes: {', '.join(known) or 'none'}."
             )
     try:
         return call(**kwargs)
@@ -114,10 +123,9 @@ def _recipe(spec: dict[str, Any]) -> LossTransform:
     elif name in recipes.RECIPES:
         objective = _checked(f"objective: recipe {name}", recipes.RECIPES[name], spec)
     else:
-        close = difflib.get_close_matches(name, list(recipes.RECIPES), n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        near = did_you_mean(name, recipes.RECIPES)
         raise InputError(
-            f"objective: no recipe {name!r}.{hint} Recipes: {', '.join(sorted(recipes.RECIPES))}."
+            f"objective: no recipe {name!r}.{near} Recipes: {', '.join(sorted(recipes.RECIPES))}."
         )
     if not stages:
         return objective
@@ -143,10 +151,9 @@ def _chain(spec: list[Any]) -> LossTransform:
             raise InputError(f"{where}: expected {{argument: value}} below {name}, got {kwargs!r}.")
         factory = transforms.STAGES.get(name)
         if factory is None:
-            close = difflib.get_close_matches(name, list(transforms.STAGES), n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            near = did_you_mean(str(name), transforms.STAGES)
             raise InputError(
-                f"{where}: no stage {name!r}.{hint} Stages: {', '.join(sorted(transforms.STAGES))}."
+                f"{where}: no stage {name!r}.{near} Stages: {', '.join(sorted(transforms.STAGES))}."
             )
         built.append(_checked(f"{where}: stage {name}", factory, kwargs or {}))
     try:

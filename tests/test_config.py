@@ -8,7 +8,7 @@ import typing
 import pytest
 
 from jaxrl_llm.config import Config, apply_overrides, load_config, parse_config, to_yaml
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 
 
 @pytest.fixture
@@ -168,3 +168,47 @@ def test_checking_a_config_imports_neither_jax_nor_the_model_code():
         "heavy = {'jax', 'flax', 'optax', 'orbax', 'grain', 'plotly'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------- odd values
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("objective: null", r"objective: expected a text or a mapping or a list \(got null\)$"),
+        ("objective: 3", r"objective: expected a text or a mapping or a list \(got 3\)$"),
+        ('model: {source: ""}', "model.source: is empty; give a model folder"),
+        ('model: {source: " \\t"}', "model.source: is empty"),
+        ('task: {name: ""}', "task.name: is empty; give a task"),
+        ('task: {system: "x\\ud800y"}', r"task.system: 'x\\ud800y' holds half of a surrogate pair"),
+        ('rollout: {stop: [a, "\\udc00"]}', r"rollout.stop.1: .* surrogate pair"),
+        ('"\\ud800": 1', "surrogate pair"),
+        ("steps: !!binary aGVsbG8=", "steps: a setting is a text, .* not a bytes; remove the tag"),
+        ("steps: !!set {a, b}", "steps: .* not a set"),
+        ("task: {args: {x: !!timestamp 2020-01-01}}", "task.args.x: .* not a date"),
+        ("steps: !!omap [a: 1]", "steps"),
+        ("[" * 600, "nested too deeply"),
+        ("STEPS: 1", "Did you mean steps"),
+        ("model: {dtype: Float32}", "Did you mean float32"),
+        ("trackers: [WandB]", "Did you mean wandb"),
+    ],
+)
+def test_odd_values_are_refused_in_one_clear_line(load, text, message):
+    for overrides in ((), ("seed=1",)):
+        with pytest.raises(InputError, match=message) as error:
+            load(text, *overrides)
+        assert str(error.value).count("\n  ") <= 1
+
+
+def test_aliases_that_stand_for_endless_values_are_refused(load):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    with pytest.raises(InputError, match="more than 100,000 values"):
+        load("\n".join(lines))
+
+
+def test_the_nearest_word_whatever_its_case():
+    assert did_you_mean("GRPO", ["dr_grpo", "grpo", "ppo"]) == " Did you mean grpo?"
+    assert did_you_mean("Dr-GRPO", ["dr_grpo", "grpo", "ppo"]) == " Did you mean dr_grpo?"
+    assert did_you_mean("xyz", ["grpo"]) == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import os
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.models.config import TINY, ModelConfig
 from jaxrl_llm.models.formats.cache import cache_root
 from jaxrl_llm.models.formats.directory import Loaded, load_directory
@@ -52,22 +51,24 @@ def _preset(name: str, dtype: str) -> Loaded:
 
 def _missing(source: str, path: Path) -> InputError:
     folder = path.parent
-    names = {str(folder / p.name): p for p in folder.iterdir()} if folder.is_dir() else {}
-    near = difflib.get_close_matches(str(path), [*names, *PRESETS], n=1, cutoff=0.6)
-    hint = (
-        f" Did you mean {near[0]}?"
-        if near
-        else ""
-        if folder.is_dir()
-        else f" The folder {folder} does not exist."
-    )
+    if path.is_symlink():
+        hint = " It is a link to something that does not exist, or to itself."
+    elif folder.is_dir():
+        hint = did_you_mean(str(path), [*(str(folder / p.name) for p in folder.iterdir()), *PRESETS])
+    else:
+        hint = f" The folder {folder} does not exist."
     return InputError(
         f"model {source!r}: no such file or folder.{hint} Allowed: {_FORMS} ({', '.join(PRESETS)})."
     )
 
 
 def _path(source: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # ~ without a home directory, or of nobody
+        raise InputError(
+            f"model {source!r}: the home directory that ~ stands for is unknown; give the whole path."
+        ) from None
     if path.is_dir():
         models = sorted(path.glob("*.gguf"))
         if models and not (path / "config.json").exists() and not list(path.glob("*.safetensors")):
@@ -122,6 +123,8 @@ def load_model(
 
 
 def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+    if not text.strip():
+        raise InputError(f"model source is empty. Allowed: {_FORMS} ({', '.join(PRESETS)}).")
     scheme, separator, rest = text.partition("://")
     if text in PRESETS:
         return _preset(text, dtype)
@@ -132,6 +135,6 @@ def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
         return load_directory(fetch_hub(rest, cache_root(cache_dir)), dtype)
     if separator:
         raise InputError(
-            f"model {text!r}: unknown scheme {scheme}://. Allowed: {_FORMS} ({', '.join(PRESETS)})."
+            f"model {text!r}: unknown scheme {scheme}://.{did_you_mean(scheme + '://', ('hf://', 'pypi://'))} Allowed: {_FORMS} ({', '.join(PRESETS)})."
         )
     return _path(text, dtype, cache_dir)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,17 @@ def id_list(value: Any) -> tuple[int, ...]:
     return tuple(
         dict.fromkeys(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
     )
+
+
+def _there(path: Path) -> bool:
+    """Whether a file exists. Raises InputError for a folder, or a link that leads nowhere, in its place."""
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        raise InputError(
+            f"{path} is not a file but a folder, or a link that leads nowhere. Fetch the model again."
+        )
+    return False
 
 
 class Tokenizer:
@@ -148,7 +160,7 @@ class Tokenizer:
         None when the folder has no tokenizer at all. Code that the files name (auto_map) is not looked at.
         """
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not _there(path):
             others = [n for n in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / n).exists()]
             if others:
                 raise InputError(
@@ -159,11 +171,11 @@ class Tokenizer:
 
         def optional(name: str) -> dict[str, Any]:
             file = folder / name
-            if not file.is_file():
+            if not _there(file):
                 return {}
             try:
-                value = json.loads(file.read_text("utf-8"))
-            except ValueError as error:
+                value = json.loads(file.read_text("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"{file}: not valid JSON ({error}).") from None
             if not isinstance(value, dict):
                 raise InputError(f"{file}: must hold a JSON object.")
@@ -178,10 +190,22 @@ class Tokenizer:
                 special[name] = text
         template = config.get("chat_template")
         if isinstance(template, list):  # named templates
+            if not all(isinstance(t, dict) and {"name", "template"} <= t.keys() for t in template):
+                raise InputError(
+                    f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of "
+                    f"{{name, template}}, got {template!r}."
+                )
             template = {t["name"]: t["template"] for t in template}
+        elif template is not None and not isinstance(template, str):
+            raise InputError(
+                f"{folder / 'tokenizer_config.json'}: chat_template must be a text, got {template!r}."
+            )
         file = folder / "chat_template.jinja"
-        if file.is_file():
-            template = file.read_text("utf-8")
+        if _there(file):
+            try:
+                template = file.read_text("utf-8")
+            except UnicodeDecodeError as error:
+                raise InputError(f"{file}: not UTF-8 ({error}).") from None
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError as error:

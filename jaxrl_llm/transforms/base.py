@@ -22,12 +22,12 @@ does not break a checkpoint: a state that is not there is made by `init`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_llm.errors import did_you_mean
 from jaxrl_llm.transforms import dataflow
 from jaxrl_llm.transforms.begin import begin
 from jaxrl_llm.transforms.dataflow import Need
@@ -345,9 +345,9 @@ def rebuild(objective: LossTransform, changes: Mapping[str, Any]) -> LossTransfo
     known = {f"{info.name}.{argument}": info for info in infos for argument in info.arguments}
     for key in changes:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ValueError(f"rebuild(): no argument {key!r}.{hint} Known: {', '.join(known) or 'none'}.")
+            raise ValueError(
+                f"rebuild(): no argument {key!r}.{did_you_mean(key, known)} Known: {', '.join(known) or 'none'}."
+            )
     changed: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         name, _, argument = key.rpartition(".")

@@ -11,10 +11,10 @@ Three rules cover every case:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxrl_llm.errors import did_you_mean
 from jaxrl_llm.types import LossState, TokenBatch
 
 __all__ = ["ON_DEMAND", "Need", "check_chain", "check_complete", "check_fields", "require"]
@@ -96,9 +96,9 @@ def check_fields(stage: str, names: Iterable[str]) -> None:
     for name in names:
         key = Need(name).key
         if key not in FIELDS:
-            close = difflib.get_close_matches(key, FIELDS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ValueError(f"stage {stage}: {name!r} is not a field of TokenBatch or LossState.{hint}")
+            raise ValueError(
+                f"stage {stage}: {name!r} is not a field of TokenBatch or LossState.{did_you_mean(key, FIELDS)}"
+            )
 
 
 def require(stage: str, record: Any, field: str) -> Any:

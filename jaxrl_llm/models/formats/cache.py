@@ -24,7 +24,13 @@ def cache_root(cache_dir: str | os.PathLike | None = None) -> Path:
     """
     chosen = cache_dir or os.environ.get("JAXRL_CACHE_DIR")
     base = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxrl_llm"
-    return base.expanduser()
+    try:
+        return base.expanduser()
+    except RuntimeError:
+        raise InputError(
+            f"the cache folder {base} cannot be found: the home directory is unknown. Set HOME, or name a folder in "
+            "the environment variable JAXRL_CACHE_DIR."
+        ) from None
 
 
 def file_digest(path: Path) -> str:

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,18 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
       InputError: the file is missing, is not JSON, or holds something else than an object.
     """
     if not path.is_file():
+        if os.path.lexists(path):
+            raise InputError(
+                f"{path} is not a file but a folder, or a link that leads nowhere. Fetch the model again."
+            )
         if required:
             raise InputError(
                 f"{path.parent} has no {path.name}: a model folder needs it. {_content(path.parent)}"
             )
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        value = json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}).") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: must hold a JSON object, holds {type(value).__name__}.")
@@ -115,7 +120,7 @@ def _stored(folder: Path, files: list[Path]) -> dict[str, StoredTensor]:
                 )
             tensors[name] = tensor
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and len(files) > 1:
+    if index.is_file() and files != [folder / "model.safetensors"]:
         mapping = read_json(index)["weight_map"]
         lost = sorted(n for n, f in mapping.items() if n not in tensors or tensors[n].path.name != f)
         if lost:
@@ -171,15 +176,16 @@ def _fill(
 
     def leaf(path, spec: ParamSpec):
         key = tuple(entry.key for entry in path)
+        for name, slot in by_leaf[key]:  # before there is memory for what a damaged config asks for
+            shape = spec.shape if slot.layer is None else spec.shape[1:]
+            shape = shape[::-1] if slot.transpose else shape
+            if tensors[name].shape != shape:
+                raise InputError(
+                    f"{where}: tensor {name} has shape {list(tensors[name].shape)}, but the config asks for {list(shape)}."
+                )
         values = np.empty(spec.shape, np.float32)
         for name, slot in by_leaf[key]:
-            target = values if slot.layer is None else values[slot.layer]
-            shape = target.shape[::-1] if slot.transpose else target.shape
-            stored = tensors[name]
-            if stored.shape != shape:
-                raise InputError(
-                    f"{where}: tensor {name} has shape {list(stored.shape)}, but the config asks for {list(shape)}."
-                )
+            target, stored = values if slot.layer is None else values[slot.layer], tensors[name]
             target[...] = stored.read().T if slot.transpose else stored.read()
         if not np.isfinite(values.sum()):
             bad = [name for name, _ in by_leaf[key] if not np.isfinite(tensors[name].read()).all()]
@@ -230,6 +236,11 @@ def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, s
         tensors = _stored(folder, files)
         if config.tie_embeddings:
             _check_tied_head(str(folder), tensors)
+        if config.num_layers > len(tensors):  # before a name is made for each tensor of each layer
+            raise InputError(
+                f"{folder}: the config says num_hidden_layers={config.num_layers}, and the files hold {len(tensors)} "
+                "tensors altogether. They do not belong together, or one of them is damaged."
+            )
         slots = tensor_slots(config)
         _check_names(str(folder), tensors, slots)
         params = _fill(str(folder), tensors, slots, config)

@@ -66,10 +66,16 @@ def _refuse(where: str, what: str, allowed: str) -> InputError:
 def _architecture(raw: Mapping[str, Any], where: str) -> None:
     kind = raw.get("model_type")
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise InputError(f"{where}: architectures must be a list of names, got {architectures!r}.")
     named = ", ".join(str(a) for a in architectures) or "no architecture named"
     supported = ", ".join(f"{a} (model_type {k})" for k, a in SUPPORTED.items())
     # Code that a checkpoint brings along (auto_map, model_file) is never looked at.
-    if kind not in SUPPORTED or (architectures and SUPPORTED[kind] not in architectures):
+    if (
+        not isinstance(kind, str)
+        or kind not in SUPPORTED
+        or (architectures and SUPPORTED[kind] not in architectures)
+    ):
         raise _refuse(where, f"architecture {named} (model_type {kind})", supported)
     for field, allowed in (("attention_bias", "false"), ("mlp_bias", "false")):
         if raw.get(field):
@@ -77,7 +83,8 @@ def _architecture(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise _refuse(where, f"hidden_act={raw['hidden_act']!r}", "silu")
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+        given = raw["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else repr(given)
         raise _refuse(
             where, f"quantization_config (method {method})", "float32, bfloat16, float16 weights, or GGUF"
         )
@@ -91,7 +98,7 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None
     if not isinstance(rope, Mapping):
         raise InputError(f"{where}: rope_scaling must be an object, got {rope!r}.")
     theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or not theta > 0:
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or not 0 < theta < math.inf:
         raise InputError(f"{where}: rope_theta must be a positive number, got {theta!r}.")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -100,7 +107,7 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None
         raise _refuse(where, f"rope type {kind!r}", "default, llama3")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     values: list[Any] = [rope.get(name) for name in names]
-    if not all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in values):
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in values):
         raise InputError(
             f"{where}: rope type llama3 needs positive numbers {', '.join(names)}; got {dict(rope)}."
         )
@@ -155,6 +162,11 @@ def config_from_hf(
     if not isinstance(tied, bool):
         raise InputError(f"{where}: tie_word_embeddings must be true or false, got {tied!r}.")
     vocab = size("vocab_size")
+    for field in ("eos_token_id", "pad_token_id"):
+        for value in (generation.get(field), raw.get(field)):
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise InputError(f"{where}: {field} must be a token id or a list of them, got {value!r}.")
     eos = id_list(generation.get("eos_token_id")) or id_list(raw.get("eos_token_id"))
     pad = id_list(generation.get("pad_token_id")) or id_list(raw.get("pad_token_id"))
     if any(i >= vocab for i in (*eos, *pad)):

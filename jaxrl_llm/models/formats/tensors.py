@@ -101,7 +101,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         raise _damaged(path, f"its header claims {length} bytes and the file has {size}")
     try:
         header = json.loads(memory[8 : 8 + length].tobytes().decode("utf-8"), object_pairs_hook=_unique)
-    except ValueError as error:  # also JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # also JSONDecodeError and UnicodeDecodeError
         raise _damaged(path, f"header: {error}") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
