@@ -4,7 +4,8 @@ One train step, in the order in which it happens:
 
  1. `PromptSource` gives the next prompts; their text became token ids in `rollout.task`.
  2. `Sampler.generate` draws a group of completions for each; every token carries its behavior log-prob and
-    the version of the policy that drew it.
+    the version of the policy that drew it (and, where the objective reads them, the likeliest tokens in its place;
+    a greedy completion of each prompt is a baseline).
  3. `rollout.collect` scores the completions: trajectories.
  4. `rollout.pack` lays them out as a `TokenBatch`.
  5. `learner.score` fills the log-probs that `needed_fields(objective)` lists, and no others.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -58,13 +60,15 @@ from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_trainable, is_trust_region, uses_groups
+from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
-from jaxrl_llm.rollout.pack import pack
+from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
+from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
-from jaxrl_llm.transforms import LossTransform, needs, takes_pairs
+from jaxrl_llm.transforms import LossTransform, needed_fields, needs, takes_pairs
 from jaxrl_llm.types import LearnerState, Mean, TokenBatch
 
 __all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
@@ -355,13 +359,14 @@ class Run(BaseRun):
                 "objective: it compares pairs of given answers, which a rollout does not have. Train it with "
                 "`jaxrl sft` on a preference file (data.path)."
             )
-        check_trainable(objective)
+        task = build_task(config)
+        self.parts = reward_parts(task) if "rewards" in needed_fields(objective) else ()
+        check_trainable(objective, self.parts)
         if config.rollout.group_size < 2 and uses_groups(objective):
             raise InputError(
                 "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
                 "use at least 2, or an objective without group statistics."
             )
-        task = build_task(config)
         sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
@@ -378,8 +383,18 @@ class Run(BaseRun):
 
     @property
     def rows(self) -> int:
-        """Samples of a train step."""
-        return self.config.rollout.prompts * self.config.rollout.group_size
+        """Samples of a train step, greedy ones included."""
+        return self.config.rollout.prompts * self.sampling.per_prompt
+
+    @functools.cached_property
+    def sampling(self) -> SamplingParams:
+        """How a train step samples: with lists and a greedy answer where the objective reads them."""
+        return sampling_params(
+            self.config,
+            self.policy.task,
+            top_logprobs=topk_size(self.objective) if "topk_logprob_behavior" in self.needed else 0,
+            greedy_too="baseline_reward" in self.needed,
+        )
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and their metrics."""
@@ -388,12 +403,18 @@ class Run(BaseRun):
         completions = self.policy.sampler.generate(
             self.state.params,
             prompts,
-            sampling_params(config, self.policy.task),
+            self.sampling,
             version=self.version,
             on_progress=on_progress,
         )
+        n = self.sampling.n
         trajectories, metrics = collect(
-            completions, self.policy.task, self.tokenizer, temperature=config.rollout.temperature
+            [c for c in completions if c.index < n],
+            self.policy.task,
+            self.tokenizer,
+            temperature=config.rollout.temperature,
+            parts=[name for name in self.parts if name != "reward"],
+            baselines=[c for c in completions if c.index == n] if self.sampling.greedy_too else None,
         )
         batch = pack(
             trajectories,
@@ -402,6 +423,8 @@ class Run(BaseRun):
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,
+            parts=self.parts,
+            fill=self.needed & ON_REQUEST,
         )
         metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
         return batch, trajectories, metrics
@@ -424,7 +447,7 @@ class Run(BaseRun):
 
     def speed(self, row: dict[str, float]) -> float:
         """Sampled tokens per second of the rollout."""
-        return row["rollout/tokens"] / row["time/rollout"]
+        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row["time/rollout"]
 
 
 def train(

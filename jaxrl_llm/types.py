@@ -89,10 +89,15 @@ class Trajectory:
     version: np.ndarray  # i32[L], snapshot that sampled the token, -1 where not sampled
     kv_version: np.ndarray  # i32[L], oldest snapshot whose K/V the token attended to, -1 likewise
     reward: float | None  # None = no signal could be computed; never a silent 0
-    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)  # the parts, by name
+    # The parts, by name; None = this part could not be computed.
+    rewards: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     reason: str = ""  # why the reward is what it is, or why it is None
     stop: StopReason = StopReason.EOS
     temperature: float = 1.0
+    agent: int = 0  # the role that it was played in
+    baseline: float | None = None  # reward of the greedy answer to the same prompt; None = unknown
+    top_ids: np.ndarray | None = None  # i32[L, K], the sampler's likeliest tokens in the place of each
+    top_logprob: np.ndarray | None = None  # f32[L, K], their behavior log-probs
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
     @property

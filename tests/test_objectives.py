@@ -13,8 +13,10 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.types import TokenBatch
 
 ARGUMENTS = {"dr_grpo": {"limit": 8}}  # of recipes that have no default for them
-LISTS = {"topk_ids", "topk_logprob_proximal", "topk_logprob"}
-FILLED = {"logprob_proximal", "logprob_reference", "entropy", "value", *LISTS}  # by the training loop
+LISTS = {"topk_ids", "topk_logprob_behavior", "topk_logprob_proximal", "topk_logprob"}
+FROM_ROLLOUT = {"rewards", "baseline_reward", "agent"}
+# By the training loop:
+FILLED = {"logprob_proximal", "logprob_reference", "entropy", "value", *LISTS, *FROM_ROLLOUT}
 CHAIN = ["group_advantage", "normalize_by_token", "token_ratio", "clip_surrogate"]
 
 
@@ -55,10 +57,21 @@ def test_every_recipe_by_name(name):
             check_trainable(objective)
 
 
-def test_the_loop_makes_lists_of_the_proximal_policy_only():
-    check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv", "anchor": "proximal"}))
-    with pytest.raises(InputError, match="topk_ids.*The training loop does not provide it"):
-        check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv"}))
+@pytest.mark.parametrize("anchor", ["proximal", "behavior"])
+def test_the_loop_has_lists_of_both_policies(anchor):
+    check_trainable(build_objective({"recipe": "dppo", "kind": "topk_tv", "anchor": anchor}))
+
+
+def test_parts_of_the_reward_are_those_of_the_task():
+    objective = build_objective({"recipe": "gdpo", "weights": {"format": 1.0, "taste": 1.0}})
+    check_trainable(objective, ("reward", "format", "taste"))
+    with pytest.raises(InputError, match=r"no part taste; it has format, reward\..*loop does not provide"):
+        check_trainable(objective, ("reward", "format"))
+
+
+def test_roles_are_filled():
+    stages = [{"agent_baseline_advantage": {"agents": 2}}, "normalize_by_sequence_sum", "reinforce_surrogate"]
+    check_trainable(build_objective(stages))
 
 
 def test_arguments_and_overrides_of_stages(batch):

@@ -613,3 +613,10 @@ def test_steps_of_their_own_learn(tmp_path, objective):
     else:
         assert all(0 <= row["policy/trust_region_kl"] <= 0.05 + 1e-6 for row in rows)
         assert sum(row["policy/trust_region_scale"] > 0 for row in rows) > 8
+
+
+def test_a_part_of_the_reward_that_the_task_does_not_give_is_refused(tmp_path):
+    config = short("objective={recipe: gdpo, weights: {reward: 1.0, taste: 0.5}}")
+    with pytest.raises(InputError, match="no part taste; it has format, lenient, reward"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.math import answers_equal
 from jaxrl_llm.rollout.task import Item, SplitName, Task
 
-__all__ = ["Baseline", "SelfTest", "constant_answer_baseline", "distinct_items", "self_test"]
+__all__ = ["Baseline", "SelfTest", "constant_answer_baseline", "distinct_items", "reward_parts", "self_test"]
 
 HOSTILE = (
     "",
@@ -94,6 +94,20 @@ def self_test(task: Task, *, items: int = 4, seed: int = 0) -> SelfTest:
                 )
             wrong += paid is not None
     return SelfTest(len(tried), right, wrong, unscored, tuple(dict.fromkeys(notes)))
+
+
+def reward_parts(task: Task, *, items: int = 4, seed: int = 0) -> tuple[str, ...]:
+    """Names of the rewards that a task gives: "reward", its score, and the parts of its score.
+
+    Found by scoring a gold and an empty answer of a few items, so that a task need not declare them.
+    """
+    split = task.split("train", seed)
+    names = {"reward": None}
+    for index in range(items if split.size is None else min(items, split.size)):
+        item = split.item(index)
+        for text in ("" if item.answer is None else task.write(item.answer), ""):
+            names |= dict.fromkeys(task.score(item, text).parts)
+    return tuple(names)
 
 
 def distinct_items(task: Task, n: int, *, seed: int, split: SplitName = "eval") -> list[Item]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -65,6 +66,9 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
     def after_prompt(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
         return np.concatenate([np.full(len(prompt), fill, dtype), np.asarray(values, dtype)])
 
+    def listed(values: np.ndarray, dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros((len(prompt), values.shape[1]), dtype), np.asarray(values, dtype)])
+
     return Trajectory(
         prompt=completion.prompt,
         group=group,
@@ -74,10 +78,13 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
         version=after_prompt(completion.versions, -1, np.int32),
         kv_version=after_prompt(completion.kv_versions, -1, np.int32),
         reward=None if score.value is None else float(score.value),
-        rewards={name: float(part) for name, part in score.parts.items()},
+        rewards={name: None if part is None else float(part) for name, part in score.parts.items()},
         reason=score.reason,
         stop=completion.stop,
         temperature=temperature,
+        agent=int(completion.prompt.payload.get("agent", 0)),
+        top_ids=None if completion.top_ids is None else listed(completion.top_ids, np.int32),
+        top_logprob=None if completion.top_logprobs is None else listed(completion.top_logprobs, np.float32),
         timings=dict(completion.timings),
     )
 
@@ -88,6 +95,8 @@ def collect(
     tokenizer: Tokenizer,
     *,
     temperature: float = 1.0,
+    parts: Sequence[str] = (),
+    baselines: Sequence[Completion] | None = None,
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Scores completions.
 
@@ -96,22 +105,42 @@ def collect(
       task: the task that asked, or the tasks by name when prompts come from several.
       tokenizer: decodes the sampled tokens.
       temperature: that the completions were drawn at.
+      parts: names of reward parts that every trajectory must have: one that a score lacks is None.
+      baselines: greedy completions, one of each prompt; their rewards become `Trajectory.baseline` of its group. None:
+        not asked for.
 
     Returns:
       (trajectories in the order of the completions, `rollout_metrics` of them).
     """
+
+    def scored(completion: Completion) -> Score:
+        own = task[completion.prompt.task] if isinstance(task, Mapping) else task
+        return score_completion(own, completion, completion_text(completion, tokenizer))
+
+    greedy = {c.prompt.uid: scored(c).value for c in baselines or ()}
     groups: dict[str, int] = {}
     trajectories = []
     for completion in completions:
-        own = task[completion.prompt.task] if isinstance(task, Mapping) else task
-        score = score_completion(own, completion, completion_text(completion, tokenizer))
+        score = scored(completion)
+        score = dataclasses.replace(score, parts={**dict.fromkeys(parts), **score.parts})
         group = groups.setdefault(completion.prompt.uid, len(groups))
-        trajectories.append(trajectory_of(completion, score, group=group, temperature=temperature))
-    return trajectories, rollout_metrics(trajectories)
+        trajectory = trajectory_of(completion, score, group=group, temperature=temperature)
+        baseline = greedy.get(completion.prompt.uid)
+        baseline = None if baseline is None else float(baseline)
+        trajectories.append(dataclasses.replace(trajectory, baseline=baseline))
+    metrics = rollout_metrics(trajectories)
+    if baselines is not None:
+        known = [value for value in greedy.values() if value is not None]
+        metrics |= {
+            "reward/baseline": float(np.mean(known)) if known else 0.0,
+            "reward/baseline_errors": float(len(greedy) - len(known)),
+            "rollout/baseline_tokens": float(sum(len(c.tokens) for c in baselines)),
+        }
+    return trajectories, metrics
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Figures of a rollout batch. A reward that could not be computed is counted, and left out of the means."""
+    """Figures of a rollout batch. A reward, or a part, that could not be computed is left out of the means."""
     rewards = np.array([t.reward for t in trajectories if t.reward is not None], np.float64)
     lengths = np.array([int(t.mask.sum()) for t in trajectories], np.float64)
     stops = collections.Counter(t.stop for t in trajectories)
@@ -136,5 +165,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.rewards.items():
-            parts.setdefault(name, []).append(value)
-    return metrics | {f"reward/part_{name}": float(np.mean(values)) for name, values in sorted(parts.items())}
+            parts.setdefault(name, []).extend([] if value is None else [value])
+    return metrics | {
+        f"reward/part_{name}": float(np.mean(values)) if values else 0.0
+        for name, values in sorted(parts.items())
+    }

@@ -58,14 +58,21 @@ def summary(scores: Sequence[Score], prefix: str) -> dict[str, float]:
         "accuracy_high": high,
         "reward_errors": float(len(scores) - n),
     }
-    if n and all("format" in s.parts for s in scored):
-        formed = [s.parts["format"] >= 1.0 for s in scored]
+    format_part, lenient = (_part(scored, name) for name in ("format", "lenient"))
+    if format_part is not None:
+        formed = [part >= 1.0 for part in format_part]
         both = sum(r and f for r, f in zip(right, formed, strict=True))
         figures["format_rate"] = sum(formed) / n
         figures["accuracy_given_format"] = both / sum(formed) if any(formed) else 0.0
-    if n and all("lenient" in s.parts for s in scored):
-        figures["lenient_accuracy"] = sum(s.parts["lenient"] >= 1.0 for s in scored) / n
+    if lenient is not None:
+        figures["lenient_accuracy"] = sum(part >= 1.0 for part in lenient) / n
     return {prefix + name: value for name, value in figures.items()}
+
+
+def _part(scores: Sequence[Score], name: str) -> list[float] | None:
+    """A part of every score; None when there are no scores or one of them lacks it."""
+    parts = [part for score in scores if (part := score.parts.get(name)) is not None]
+    return parts if parts and len(parts) == len(scores) else None
 
 
 def evaluate(

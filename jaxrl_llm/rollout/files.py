@@ -1,4 +1,7 @@
-"""Tasks from a JSONL file: one object a line, {"prompt": … | "messages": […], "answer": …}."""
+"""Tasks from a JSONL file: one object a line, {"prompt": … | "messages": […], "answer": …}.
+
+An optional "agent" (0, 1, …) says in which role the policy answers, for objectives that keep roles apart.
+"""
 
 from __future__ import annotations
 
@@ -162,10 +165,14 @@ def _row(line: str, where: str, prompt_field: str, answer_field: str, answer_aft
             raise InputError(f"{where}: {answer_field!r} does not contain the marker {answer_after!r}.")
     if not answer.strip():
         raise InputError(f"{where}: {answer_field!r} is empty.")
+    agent = row.get("agent", 0)
+    if isinstance(agent, bool) or not isinstance(agent, int) or not 0 <= agent < 2**31:
+        raise InputError(f"{where}: 'agent' must be the number of a role, 0, 1, …, got {agent!r}.")
     prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
     if prefix:
         messages = messages[:-1]
     return Item(
+        agent=agent,
         messages=messages,
         answer=answer.strip(),
         prefix=prefix,

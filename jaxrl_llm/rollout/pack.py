@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,9 @@ import numpy as np
 
 from jaxrl_llm.types import TokenBatch, Trajectory
 
-__all__ = ["first_fit", "pack"]
+__all__ = ["ON_REQUEST", "first_fit", "pack"]
+
+ON_REQUEST = frozenset({"agent", "baseline_reward", "topk_logprob_behavior"})  # what `fill` may name
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -104,6 +106,25 @@ def _check(trajectories: Sequence[Trajectory]) -> None:
             raise ValueError(f"{where}: a sampled token has a log-prob that is not finite.")
 
 
+def _listed(trajectories: Sequence[Trajectory]) -> int:
+    """K of the lists that every trajectory must have."""
+    sizes: set[int] = set()
+    for index, t in enumerate(trajectories):
+        shapes = {None if x is None else x.shape for x in (t.top_ids, t.top_logprob)}
+        shape = shapes.pop()
+        if shapes or shape is None or len(shape) != 2 or shape[0] != len(t.tokens):
+            raise ValueError(
+                f"pack: trajectory {index} (prompt {t.prompt.uid}) has no lists of the likeliest tokens, or not one for "
+                "each token. Sample with SamplingParams(top_logprobs=K)."
+            )
+        sizes.add(shape[1])
+    if len(sizes) > 1 or 0 in sizes:
+        raise ValueError(
+            f"pack: the lists of the trajectories hold {sorted(sizes)} tokens; all must hold as many."
+        )
+    return sizes.pop()
+
+
 def pack(
     trajectories: Sequence[Trajectory],
     *,
@@ -113,6 +134,7 @@ def pack(
     pad_id: int = 0,
     row_tokens: int | None = None,
     parts: Sequence[str] = (),
+    fill: Collection[str] = (),
 ) -> TokenBatch:
     """Lays trajectories out as rows.
 
@@ -128,7 +150,10 @@ def pack(
       row_tokens: None = one trajectory a row. Otherwise rows of so many tokens hold several trajectories, each
         a segment of its own, and the prompt that members of a group have in common is laid out once, before
         them, as a shared prefix (see `TokenBatch.segments`). The gradient is the same; attention costs T² a row.
-      parts: names of reward parts that the batch carries as streams in `rewards`.
+      parts: names of reward parts that the batch carries as streams in `rewards`; "reward" is the reward itself, where
+        the task gives no part of this name. A part that is None is NaN in its stream: no signal, and not a 0.
+      fill: on-demand fields that the batch carries: agent; baseline_reward (NaN where it is None);
+        topk_logprob_behavior (with topk_ids), which needs trajectories with the lists of the sampler.
 
     The reward sits on the last trained token of its trajectory. It is not valid, and 0, when it is None or
     when nothing of the trajectory is trained. The first token of a sequence has no prediction and is never
@@ -136,7 +161,8 @@ def pack(
 
     Raises:
       ValueError: no trajectory; fields of different lengths; a greedy trajectory; a log-prob that is not
-        finite; a part that a scored trajectory lacks; a trajectory longer than `row_tokens`.
+        finite; a part that a scored trajectory lacks, or lists that one lacks; a trajectory longer than `row_tokens`; a
+        name in `fill` that is not one of those.
     """
     if not trajectories:
         raise ValueError("pack: no trajectories. Skip the train step when nothing was kept.")
@@ -145,6 +171,12 @@ def pack(
             f"pack: pad_to_multiple and rows_multiple must be at least 1, got {pad_to_multiple}, {rows_multiple}."
         )
     _check(trajectories)
+    unknown = sorted(set(fill) - ON_REQUEST)
+    if unknown:
+        raise ValueError(
+            f"pack: cannot fill {', '.join(unknown)}; on request: {', '.join(sorted(ON_REQUEST))}."
+        )
+    listed = _listed(trajectories) if "topk_logprob_behavior" in fill else 0
     if row_tokens is None:
         rows = [[_Family(0, [i], len(t.tokens))] for i, t in enumerate(trajectories)]
         width = max(family.tokens for (family,) in rows)
@@ -166,6 +198,10 @@ def pack(
     mask, valid, truncated = full(False, bool), full(False, bool), full(False, bool)
     reward, logprob, temperature = full(0, np.float32), full(0, np.float32), full(1, np.float32)
     streams = {name: full(0, np.float32) for name in parts}
+    agent = full(0, np.int32) if "agent" in fill else None
+    baseline = full(0, np.float32) if "baseline_reward" in fill else None
+    top_ids = np.zeros((B, T, listed), np.int32) if listed else None
+    top_logprob = np.zeros((B, T, listed), np.float32) if listed else None
     # Padding gets ids that no trajectory has: one of its own for each row.
     padding_ids = len(trajectories) + np.arange(B, dtype=np.int32)[:, None]
     trajectory = np.broadcast_to(padding_ids, (B, T)).copy()
@@ -204,16 +240,25 @@ def pack(
                 logprob[at] = np.where(trained, t.logprob[own], 0.0)
                 temperature[at] = t.temperature
                 truncated[at] = t.truncated
+                if agent is not None:
+                    agent[at] = t.agent
+                if baseline is not None:
+                    baseline[at] = np.nan if t.baseline is None else t.baseline
+                if top_ids is not None and top_logprob is not None:  # `_listed` has checked those of t
+                    top_ids[at] = np.where(trained[:, None], np.asarray(t.top_ids)[own], 0)
+                    top_logprob[at] = np.where(trained[:, None], np.asarray(t.top_logprob)[own], 0.0)
                 if t.reward is not None and last is not None:
                     valid[at] = True
                     reward[row, last] = t.reward
+                    given = {"reward": t.reward, **t.rewards}
                     for name, stream in streams.items():
-                        if name not in t.rewards:
+                        if name not in given:
                             raise ValueError(
                                 f"pack: trajectory {index} (prompt {t.prompt.uid}) has no reward part {name!r}; it has "
                                 f"{', '.join(t.rewards) or 'none'}."
                             )
-                        stream[row, last] = t.rewards[name]
+                        part = given[name]
+                        stream[row, last] = np.nan if part is None else part
                 start += length
 
     arrays: dict[str, Any] = {
@@ -233,5 +278,9 @@ def pack(
         "learner_version": np.asarray(learner_version, np.int32),
         "logprob_behavior": logprob,
         "rewards": streams or None,
+        "agent": agent,
+        "baseline_reward": baseline,
+        "topk_ids": top_ids,
+        "topk_logprob_behavior": top_logprob,
     }
     return TokenBatch(**jax.device_put(arrays))

@@ -15,7 +15,6 @@ of those three, so a position in the data is an integer. Two splits exist:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.rewards.registry import GRADERS, Grader
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -62,6 +61,7 @@ class Item:
     prefix: str = ""  # the begun assistant turn, part of the prompt
     key: str = ""  # what makes the content the same content
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only the task understands
+    agent: int = 0  # the role that answers, 0, 1, …, for tasks that a policy plays in several
 
     @property
     def question(self) -> str:
@@ -76,7 +76,7 @@ class Item:
             "prefix": self.prefix,
             "key": self.key,
             "extra": dict(self.extra),
-        }
+        } | ({"agent": self.agent} if self.agent else {})
 
 
 def item_of(prompt: Prompt) -> Item:
@@ -256,8 +256,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """ " Did you mean X?" for the nearest known word, or ""."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else ""
+    return did_you_mean(word, known, cutoff=0.5)
 
 
 def find_grader(name: str, where: str) -> Grader:

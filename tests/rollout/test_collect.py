@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.recipes import remax
 from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect, rollout_metrics, sampled_text
 from jaxrl_llm.rollout.filters import fill_groups, informative_groups, is_informative, scored_only
 from jaxrl_llm.rollout.pack import pack
@@ -234,3 +237,63 @@ def test_d07_surplus_is_counted():
     assert (filled.groups, filled.surplus_groups, filled.rounds) == (4, 2, 1)
     with pytest.raises(ValueError, match="at least 1"):
         fill_groups(sample, groups=0, max_rounds=1)
+
+
+def test_a_part_that_a_score_lacks_is_none_and_left_out_of_the_means():
+    first = prompt(0)
+    task = dataclasses.replace(
+        ADDITION,
+        grader=ADDITION.grader._replace(
+            score=lambda text, gold, question: Score(1.0, {"style": 0.5} if "7" in text else {"format": None})
+        ),
+    )
+    trajectories, metrics = collect(
+        [completion(" 7", first), completion(" 8", first, 1)], task, TOKENIZER, parts=("style", "format")
+    )
+    assert [t.rewards for t in trajectories] == [
+        {"style": 0.5, "format": None},
+        {"style": None, "format": None},
+    ]
+    assert metrics["reward/part_style"] == 0.5 and metrics["reward/part_format"] == 0.0
+    batch = pack(trajectories, learner_version=0, parts=("style",))
+    last = np.asarray(batch.rewards["style"])[np.asarray(batch.reward) > 0]
+    assert last[0] == 0.5 and np.isnan(last[1])
+
+
+def test_greedy_answers_are_the_baseline_of_their_prompt():
+    a, b = prompt(0), prompt(1)
+    right = item_of(a).answer
+    greedy = [completion(f" {right}", a, 2), completion("", b, 2, StopReason.ERROR)]
+    sampled = [completion(" 1", p, i) for p in (a, b) for i in range(2)]
+    trajectories, metrics = collect(sampled, ADDITION, TOKENIZER, baselines=greedy)
+    assert [t.baseline for t in trajectories] == [1.0, 1.0, None, None]
+    assert metrics["reward/baseline"] == 1.0 and metrics["reward/baseline_errors"] == 1.0
+    assert metrics["rollout/baseline_tokens"] == len(greedy[0].tokens)
+    assert metrics["rollout/trajectories"] == 4
+    plain, metrics = collect(sampled, ADDITION, TOKENIZER)
+    assert plain[0].baseline is None and "reward/baseline" not in metrics
+
+    batch = pack(trajectories, learner_version=0, fill=("baseline_reward",))
+    batch, _ = jax.jit(remax().prepare)(batch, {})
+    signal = np.asarray(batch.signal & batch.mask).any(axis=1)
+    assert signal.tolist() == [True, True, False, False]  # no baseline: the group teaches nothing
+    assert np.all(np.asarray(batch.advantage)[2:] == 0)
+    assert np.all(np.asarray(batch.advantage)[:2][np.asarray(batch.mask)[:2]] == -1.0)
+
+
+def test_lists_and_roles_reach_the_trajectory():
+    role = prompt(0)
+    role = dataclasses.replace(role, payload={**role.payload, "agent": 1})
+    assert item_of(role).agent == 1 and item_of(prompt(0)).agent == 0 and "agent" not in prompt(0).payload
+    one = completion(" 7", role)
+    N, P = len(one.tokens), len(role.tokens)
+    ids = np.arange(2 * N, dtype=np.int32).reshape(N, 2)
+    one = dataclasses.replace(one, top_ids=ids, top_logprobs=-ids.astype(np.float32))
+    (t,), _ = collect([one], ADDITION, TOKENIZER)
+    assert t.agent == 1 and t.top_ids.shape == t.top_logprob.shape == (P + N, 2)
+    assert np.array_equal(t.top_ids[P:], ids) and not t.top_ids[:P].any()
+    assert np.array_equal(t.top_logprob[P:], -ids) and t.top_logprob.dtype == np.float32
+
+
+def test_rewards_of_a_task_are_found_by_scoring():
+    assert reward_parts(ADDITION) == ("reward", "format", "lenient")

@@ -54,6 +54,8 @@ def test_line_ends_and_byte_order_marks(tmp_path, end, encoding):
         (b"[" * 100_000, ("line 1", "not valid JSON")),
         (b"\x00\x00", ("line 1", "not valid JSON")),
         (b'{"prompt": "\\ud800", "answer": "1"}', ("line 1", "surrogate")),
+        (b'{"prompt": "a", "answer": "1", "agent": "x"}', ("line 1", "'agent'", "'x'")),
+        (b'{"prompt": "a", "answer": "1", "agent": -1}', ("line 1", "'agent'", "-1")),
         (b'{"prompt": "a", "answer": "1", "answer": "2"}', ("line 1", "'answer' is there twice")),
     ],
 )
@@ -173,3 +175,10 @@ def test_self_test_allows_answers_that_look_hostile_and_equal_golds(tmp_path):
     rows = [{"prompt": f"q{i}", "answer": a} for i, a in enumerate(["banana", "0.5", "1/2", "banana"])]
     for grader in ("line", "boxed", "tag", "text"):
         self_test(make_task(f"jsonl:{write(tmp_path / 'd.jsonl', rows)}", grader=grader))
+
+
+def test_rows_may_name_a_role(tmp_path):
+    rows = [{"prompt": "a", "answer": "1", "agent": 1}, {"prompt": "b", "answer": "2"}]
+    items = read_jsonl(write(tmp_path / "d.jsonl", rows))
+    assert [item.agent for item in items] == [1, 0]
+    assert items[0].payload()["agent"] == 1 and "agent" not in items[1].payload()

@@ -126,6 +126,51 @@ def test_parts_travel_as_streams():
         pack(trajectories, learner_version=0, parts=("y",))
 
 
+def test_a_part_that_could_not_be_computed_is_no_zero():
+    trajectories = [make([5], [7], rewards={"x": None}), make([5], [7], reward=0.5, rewards={"x": 2.0})]
+    batch = host(pack(trajectories, learner_version=0, pad_to_multiple=1, parts=("reward", "x")))
+    assert batch.reward_valid.all()
+    assert batch.rewards["reward"][:, 1].tolist() == [1.0, 0.5]
+    assert np.isnan(batch.rewards["x"][0, 1]) and batch.rewards["x"][1].tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("row_tokens", [None, 9])
+def test_fields_on_request_sit_on_their_trajectory(row_tokens):
+    def listed(n, start):
+        ids = np.arange(3 + n)[:, None] * 10 + np.array([start, start + 1])
+        return {"top_ids": ids.astype(np.int32), "top_logprob": -ids.astype(np.float32)}
+
+    a = make([5, 6, 7], [8, 9], agent=1, baseline=0.25, **listed(2, 0))
+    b = make([5, 6, 7], [10], agent=0, baseline=None, **listed(1, 5))
+    fill = ("agent", "baseline_reward", "topk_logprob_behavior")
+    batch = host(pack([a, b], learner_version=0, pad_to_multiple=1, row_tokens=row_tokens, fill=fill))
+    of_a, of_b = (batch.mask & (batch.trajectory == i) for i in range(2))
+    assert batch.agent[of_a].tolist() == [1, 1] and batch.agent[of_b].tolist() == [0]
+    assert batch.baseline_reward[of_a].tolist() == [0.25] * 2 and np.isnan(batch.baseline_reward[of_b]).all()
+    assert batch.topk_ids[of_a].tolist() == [[30, 31], [40, 41]] and batch.topk_ids[of_b].tolist() == [
+        [35, 36]
+    ]
+    assert (batch.topk_logprob_behavior[batch.mask] == -batch.topk_ids[batch.mask]).all()
+    assert not batch.topk_ids[~batch.mask].any() and not batch.topk_logprob_behavior[~batch.mask].any()
+    plain = pack([a, b], learner_version=0)
+    assert plain.agent is plain.baseline_reward is plain.topk_ids is plain.topk_logprob_behavior is None
+
+
+def test_lists_that_are_missing_and_unknown_fields_are_refused():
+    lists = {"top_ids": np.zeros((2, 3), np.int32), "top_logprob": np.zeros((2, 3), np.float32)}
+    good = make([5], [7], **lists)
+    short = make([5], [7], **{name: x[:, :2] for name, x in lists.items()})
+    for bad, message in (
+        (make([5], [7]), "trajectory 1 .* no lists"),
+        (make([5, 6], [7], **lists), "not one for each"),
+        (short, r"hold \[2, 3\] tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack([good, bad], learner_version=0, fill=("topk_logprob_behavior",))
+    with pytest.raises(ValueError, match="cannot fill value; on request: agent, baseline_reward"):
+        pack([good], learner_version=0, fill=("value",))
+
+
 @pytest.mark.parametrize(
     "change,message",
     [
