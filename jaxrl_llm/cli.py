@@ -6,14 +6,15 @@ with --resume), anything else a fault.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import sys
-import time
 import traceback
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -217,7 +218,9 @@ def _run(command: Any) -> int:
         case Convert():
             from jaxrl_llm import inference
 
-            print(inference.export(command.source, command.target, version=command.version))
+            with _showing_progress():
+                folder = inference.export(command.source, command.target, version=command.version)
+            print(folder)
             return 0
         case Objectives():
             return _objectives(command)
@@ -296,11 +299,21 @@ def _eval(args: Eval) -> int:
     from jaxrl_llm import inference
 
     config = _settings(args)
-    with _stdout_to_stderr(args.json):
+    with _stdout_to_stderr(args.json), _showing_progress() as phase:
+        phase("loading", 0, None)
         result = inference.evaluate_config(
-            config, snapshot=args.snapshot, version=args.version, on_progress=_Progress("evaluation")
+            config,
+            snapshot=args.snapshot,
+            version=args.version,
+            on_progress=lambda done, total: phase("evaluation", done, total),
         )
-    _print(result, args.json)
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    from jaxrl_llm.diagnostics.display import evaluation_table
+
+    policy = f"step {result['version']} of {args.snapshot}" if args.snapshot else config.model.source
+    print(f"{policy}\n{evaluation_table(result)}")
     return 0
 
 
@@ -308,7 +321,7 @@ def _sample(args: Sample) -> int:
     from jaxrl_llm import inference
 
     config = _settings(args)
-    with _stdout_to_stderr(args.json):
+    with _stdout_to_stderr(args.json), _showing_progress():
         rows = inference.sample_config(
             config,
             args.prompt,
@@ -347,22 +360,20 @@ def _objectives(args: Objectives) -> int:
 def _bench(args: Bench) -> int:
     from jaxrl_llm.bench import run_bench
 
-    with _stdout_to_stderr(args.json):
+    with _stdout_to_stderr(args.json), _showing_progress():
         result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
     _print(result, args.json)
     return 0
 
 
-class _Progress:
-    """Tells on standard error how far something is, every few seconds."""
+@contextlib.contextmanager
+def _showing_progress() -> Iterator[Any]:
+    """Downloads, conversions and whatever is told to phase(name, done, total) show on standard error."""
+    from jaxrl_llm.diagnostics.display import show_phases
+    from jaxrl_llm.models.formats.progress import reporting
 
-    def __init__(self, what: str, seconds: float = 5.0):
-        self.what, self.seconds, self.next = what, seconds, time.monotonic() + seconds
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self.next:
-            self.next = time.monotonic() + self.seconds
-            print(f"  {self.what} {done}/{total}", file=sys.stderr, flush=True)
+    with show_phases() as phase, reporting(phase):
+        yield phase
 
 
 class _stdout_to_stderr:

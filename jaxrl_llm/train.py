@@ -58,6 +58,7 @@ from jaxrl_llm.learner.state import finish_train_step, init_state, move_referenc
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.formats.progress import reporting
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_trainable, is_trust_region, uses_groups
 from jaxrl_llm.rollout.checks import reward_parts
@@ -507,11 +508,17 @@ def _session(
     notes: list[str] = []
     if resume:
         config, notes = resumed_config(folder, config, overrides)
-    with make_display(config.steps, title=folder.name) as display:
+    with make_display(
+        config.steps,
+        evaluation_every=config.evaluation.every,
+        snapshot_every=config.snapshots.every,
+        title=folder.name,
+    ) as display:
         for note in notes:
             display.note(note)
         display.phase("loading", 0, 0)
-        run = make_run(config, folder, resume=resume)
+        with reporting(display.phase):
+            run = make_run(config, folder, resume=resume)
         write_run_info(folder)
         with run.snapshots, StopRequest() as stop:
             if resume:

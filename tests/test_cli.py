@@ -433,13 +433,15 @@ def test_eval_json_is_one_object_and_repeats_the_last_row_of_the_run(jaxrl, tiny
 def test_eval_of_an_older_snapshot_of_a_model_and_in_plain_words(jaxrl, tiny_run):
     code, out, _ = jaxrl("eval", TINY_YAML, "--snapshot", tiny_run / "snapshots" / "25", "--json")
     assert code == 0 and json.loads(out)["version"] == 25
-    code, out, _ = jaxrl("eval", TINY_YAML)
+    code, out, err = jaxrl("eval", TINY_YAML)
     assert code == 0
     first = read_jsonl(tiny_run / "metrics.jsonl")[0]
-    shown = dict(line.split() for line in out.splitlines())
-    assert float(shown["eval/vowel/greedy_accuracy"]) == pytest.approx(
-        first["eval/vowel/greedy_accuracy"], abs=1e-3
-    )
+    lines = out.splitlines()
+    assert lines[0] == "tiny" and lines[1].split() == ["task", "n", "greedy", "sampled", "format", "length"]
+    name, items, greedy = lines[2].split()[:3]
+    assert (name, items) == ("vowel", "64")
+    assert float(greedy) == pytest.approx(first["eval/vowel/greedy_accuracy"], abs=1e-3)
+    assert "[" in lines[2] and "eval/" not in out and "evaluation" in err
 
 
 def test_sample(jaxrl, tiny_run):

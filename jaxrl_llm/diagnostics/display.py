@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -18,7 +19,16 @@ from rich.text import Text
 
 from jaxrl_llm.diagnostics.redact import hide_environment_secrets
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "format_duration", "make_display", "sparkline"]
+__all__ = [
+    "Display",
+    "LiveDisplay",
+    "PlainDisplay",
+    "evaluation_table",
+    "format_duration",
+    "make_display",
+    "show_phases",
+    "sparkline",
+]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASES = (
@@ -28,7 +38,9 @@ _PHASES = (
     ("eval", "green"),
     ("snapshot", "blue"),
 )
-_PLAIN_EVERY = 10.0  # seconds between two lines about one phase
+_PLAIN_EVERY = 10.0  # seconds between two lines about one phase of a train step
+_FIRST_EVERY = 5.0  # before the first step: of a download, a conversion, the first evaluation
+_REPORT_SECONDS = 1.0  # what report.html takes at the end, the import of the plotting library included
 
 
 class Display(Protocol):
@@ -51,6 +63,8 @@ class Display(Protocol):
 def make_display(
     total_steps: int,
     *,
+    evaluation_every: int = 0,
+    snapshot_every: int = 0,
     title: str = "",
     stream: IO[str] | None = None,
     live: bool | None = None,
@@ -60,6 +74,8 @@ def make_display(
 
     Args:
       total_steps: train steps of the whole run.
+      evaluation_every, snapshot_every: train steps between two of them, besides those at the end; for the time
+        that is left.
       title: shown above the table.
       stream: where to write; default standard output.
       live: forces the live table or the plain lines; default: live on a UTF-8 terminal, unless NO_COLOR is
@@ -68,23 +84,31 @@ def make_display(
     """
     stream = sys.stdout if stream is None else stream
     if live is None:
-        live = (
-            process_index == 0
-            and stream.isatty()
-            and (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
-            and not os.environ.get("NO_COLOR")
-            and os.environ.get("TERM", "dumb") != "dumb"
-        )
+        live = process_index == 0 and _is_terminal(stream)
+    progress = _Progress(total_steps, evaluation_every, snapshot_every)
     if live:
-        return LiveDisplay(total_steps, title=title, stream=stream)
-    return PlainDisplay(total_steps, title=title, stream=stream, silent=process_index != 0)
+        return LiveDisplay(total_steps, title=title, stream=stream, progress=progress)
+    return PlainDisplay(total_steps, title=title, stream=stream, silent=process_index != 0, progress=progress)
+
+
+def _is_terminal(stream: IO[str]) -> bool:
+    """Whether a line can be redrawn there."""
+    return (
+        stream.isatty()
+        and (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM", "dumb") != "dumb"
+    )
 
 
 class _Progress:
-    """What both displays remember: the curve so far, how long steps take, the running phase."""
+    """What both displays remember: the curve so far, how long things take, the running phase."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, evaluation_every: int = 0, snapshot_every: int = 0) -> None:
         self.total_steps = total_steps
+        self.evaluation_every, self.snapshot_every = evaluation_every, snapshot_every
+        self.evaluation_seconds = self.snapshot_seconds = 0.0  # of the last one
+        self.stepped = time.monotonic()  # when the last step was done
         self.row: dict[str, Any] = {}
         self.rewards: list[float] = []
         self.evaluations: dict[str, list[float]] = {}
@@ -98,8 +122,13 @@ class _Progress:
         reward = _value(metrics, "reward/mean")
         if reward is not None:
             self.rewards.append(reward)
+        evaluation = _value(metrics, "time/eval") or 0.0
+        if evaluation:
+            self.evaluation_seconds = evaluation
+        self.snapshot_seconds = _value(metrics, "time/snapshot") or self.snapshot_seconds
         if (seconds := _value(metrics, "time/total")) is not None:
-            self.seconds.append(seconds)
+            self.seconds.append(max(0.0, seconds - evaluation))
+        self.stepped = time.monotonic()
         for key in metrics:
             if key.endswith(("/greedy_accuracy", "/sampled_accuracy")) and key.startswith("eval/"):
                 if (value := _value(metrics, key)) is not None:
@@ -119,16 +148,45 @@ class _Progress:
 
     @property
     def eta(self) -> float | None:
-        """Seconds that are left, from the median of the last steps."""
+        """Seconds that are left: steps as the median of the last ones, evaluations and snapshots as the last one
+        of each, the report; less what has passed of the running step, at most what a step takes."""
         recent = sorted(self.seconds[1:][-9:])  # the first step compiles
-        return recent[len(recent) // 2] * (self.total_steps - self.version) if recent else None
+        if not recent:
+            return None
+        step = recent[len(recent) // 2]
+        ahead = self.total_steps - self.version
+        left = ahead * step + _REPORT_SECONDS
+        left += self._ahead(self.evaluation_every) * self.evaluation_seconds
+        left += self._ahead(self.snapshot_every) * self.snapshot_seconds
+        running = step if ahead > 0 else _REPORT_SECONDS
+        next_is = self.version + 1
+        if ahead > 0 and (
+            next_is == self.total_steps or (self.evaluation_every and next_is % self.evaluation_every == 0)
+        ):
+            running += self.evaluation_seconds
+        return left - min(time.monotonic() - self.stepped, running)
+
+    def _ahead(self, every: int) -> int:
+        """How many of the steps that are left are multiples of `every`, or the last."""
+        last, now = self.total_steps, self.version
+        if last <= now:
+            return 0
+        return last // every - now // every + bool(last % every) if every else 1
 
 
 class PlainDisplay:
     """One line per step, for logs, pipes and notebooks; a line now and then during long phases."""
 
-    def __init__(self, total_steps: int, *, title: str = "", stream: IO[str], silent: bool = False) -> None:
-        self._progress = _Progress(total_steps)
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "",
+        stream: IO[str],
+        silent: bool = False,
+        progress: _Progress | None = None,
+    ) -> None:
+        self._progress = progress or _Progress(total_steps)
         self._stream, self._silent, self._title = stream, silent, title
         self._told = time.monotonic()
 
@@ -148,7 +206,7 @@ class PlainDisplay:
         new = progress.set_phase(name, done, total)
         now = time.monotonic()
         first = new and not progress.seconds  # before the first step even the start of a phase is news
-        if first or now - self._told >= _PLAIN_EVERY:
+        if first or now - self._told >= (_PLAIN_EVERY if progress.seconds else _FIRST_EVERY):
             of = (
                 f" {_count(done)}/{_count(progress.total)}"
                 if progress.total
@@ -191,9 +249,15 @@ class LiveDisplay:
     """A table that is redrawn in place; fits 80 columns."""
 
     def __init__(
-        self, total_steps: int, *, title: str = "", stream: IO[str], console: Console | None = None
+        self,
+        total_steps: int,
+        *,
+        title: str = "",
+        stream: IO[str],
+        console: Console | None = None,
+        progress: _Progress | None = None,
     ) -> None:
-        self._progress = _Progress(total_steps)
+        self._progress = progress or _Progress(total_steps)
         self._title = title
         self._console = console or Console(file=stream)
         self._lock = threading.RLock()
@@ -286,24 +350,54 @@ class LiveDisplay:
         return [bar, legend]
 
     def _phase_line(self, width: int) -> RenderableType:
-        progress = self._progress
-        if not progress.name:
-            return Text("")
-        running = format_duration(time.monotonic() - progress.since)
-        line = Table.grid(padding=(0, 1))
-        label = Text(f"{progress.name:<12.30}", style="bold cyan")
-        if progress.total:
-            bar = ProgressBar(
-                total=progress.total, completed=min(progress.done, progress.total), width=max(10, width - 52)
-            )
-            line.add_row(
-                label, bar, Text(f"{_count(progress.done)}/{_count(progress.total)}  {running}", style="dim")
-            )
-        else:
-            bar = ProgressBar(pulse=True, width=max(10, width - 52), animation_time=time.monotonic())
-            done = f"{_count(progress.done)}  " if progress.done else ""
-            line.add_row(label, bar, Text(f"{done}{running}", style="dim"))
-        return line
+        return _phase_line(self._progress, width)
+
+
+def _phase_line(progress: _Progress, width: int) -> RenderableType:
+    """The running phase as a bar; one that swings to and fro where the end is not known."""
+    if not progress.name:
+        return Text("")
+    running = format_duration(time.monotonic() - progress.since)
+    line = Table.grid(padding=(0, 1))
+    label = Text(f"{progress.name:<12.30}", style="bold cyan")
+    if progress.total:
+        bar = ProgressBar(
+            total=progress.total, completed=min(progress.done, progress.total), width=max(10, width - 52)
+        )
+        line.add_row(
+            label, bar, Text(f"{_count(progress.done)}/{_count(progress.total)}  {running}", style="dim")
+        )
+    else:
+        bar = ProgressBar(pulse=True, width=max(10, width - 52), animation_time=time.monotonic())
+        done = f"{_count(progress.done)}  " if progress.done else ""
+        line.add_row(label, bar, Text(f"{done}{running}", style="dim"))
+    return line
+
+
+@contextlib.contextmanager
+def show_phases(stream: IO[str] | None = None) -> Iterator[Callable[[str, float, float | None], None]]:
+    """Gives phase(name, done, total) for commands that are not runs: a bar on a terminal that is gone afterwards;
+    elsewhere a line when a phase begins and every few seconds.
+
+    Args:
+      stream: default standard error, so that standard output holds the result alone.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not _is_terminal(stream):
+        yield PlainDisplay(0, stream=stream).phase
+        return
+    progress, lock, console = _Progress(0), threading.RLock(), Console(file=stream)
+
+    def render() -> RenderableType:
+        with lock:
+            return _phase_line(progress, min(console.width, 100))
+
+    def phase(name: str, done: float = 0, total: float | None = None) -> None:
+        with lock:
+            progress.set_phase(name, done, total)
+
+    with Live(console=console, get_renderable=render, refresh_per_second=4, transient=True):
+        yield phase
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -420,6 +514,45 @@ def _evaluation_label(key: str, keys: Iterable[str]) -> str:
     task, measure = key.removeprefix("eval/").rsplit("/", 1)
     several = len({other.rsplit("/", 1)[0] for other in keys}) > 1
     return f"{task if several else 'eval'} {measure.removesuffix('_accuracy')}"
+
+
+def evaluation_table(figures: Mapping[str, Any]) -> str:
+    """The `eval/TASK/…` figures for people: a line a task, and what else is worth knowing about it."""
+    tasks = list(dict.fromkeys(key[5:].rpartition("/")[0] for key in figures if key.startswith("eval/")))
+    lines: list[tuple[str, ...]] = [("task", "n", "greedy", "sampled", "format", "length")]
+    notes = []
+    for task in tasks:
+        key = f"eval/{task}/"
+
+        def text(name: str, style: Any, key: str = key) -> str:
+            value = _value(figures, key + name)
+            return "–" if value is None else style(value)
+
+        accuracy = [_evaluation(figures, f"{key}{kind}_accuracy") for kind in ("greedy", "sampled")]
+        shown = text("items", _whole), *accuracy, text("format_rate", _percent)
+        lines.append((task, *shown, text("greedy_length_mean", _tenths)))
+        several = f"{task}: " if len(tasks) > 1 else ""
+        if (baseline := _value(figures, f"{key}constant_baseline")) is not None:
+            notes.append(f"{several}always giving the same answer would score {baseline:.3f}.")
+        if cut := _value(figures, f"{key}greedy_truncated_fraction"):
+            notes.append(f"{several}{_percent(cut)} of the greedy answers were cut off at the most tokens.")
+        if skipped := _value(figures, f"{key}prompts_skipped"):
+            notes.append(
+                f"{several}{_whole(skipped)} items were left out because their prompts are too long."
+            )
+        errors = sum(_value(figures, f"{key}{kind}_reward_errors") or 0.0 for kind in ("greedy", "sampled"))
+        if errors:
+            notes.append(f"{several}{_whole(errors)} answers could not be scored; they count neither way.")
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    left = (True, False, True, True, False, False)
+    table = [
+        "  ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(line, widths, left, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*table, *(note if len(tasks) > 1 else note[0].upper() + note[1:] for note in notes)])
 
 
 def _evaluation(row: Mapping[str, Any], key: str) -> str:

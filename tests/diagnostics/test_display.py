@@ -11,8 +11,10 @@ from rich.console import Console
 from jaxrl_llm.diagnostics.display import (
     LiveDisplay,
     PlainDisplay,
+    evaluation_table,
     format_duration,
     make_display,
+    show_phases,
     sparkline,
 )
 
@@ -87,7 +89,7 @@ def test_plain_lines():
     )
     assert "add greedy 0.500 [0.400, 0.600] | add sampled 0.300 | mul greedy 0.125" in lines[5]
     assert "entropy nan" in lines[5] and lines[5].endswith(
-        "left 2m10s"
+        "left 2m00s"
     )  # not told from the step that compiles
     assert len(lines) == 6
 
@@ -181,3 +183,106 @@ def test_sparkline():
 
 def test_durations():
     assert [format_duration(s) for s in (0.4, 59.4, 185, 7450)] == ["0s", "59s", "3m05s", "2h04m"]
+
+
+# ------------------------------------------------------------------------------------- time left
+
+
+def steps(display, clock, versions, **times):
+    for version in versions:
+        evaluated = {"time/eval": times["evaluation"]} if version % times["every"] == 0 else {}
+        step = times["step"] + sum(evaluated.values())
+        clock[0] += step
+        display.step(
+            {"version": version, "time/total": step, "time/snapshot": times["snapshot"], **evaluated}
+        )
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 7, 100])
+def test_the_time_left_holds_evaluations_snapshots_and_the_report(clock, every):
+    """A run whose every step, evaluation and snapshot takes as long as the last: the estimate is what follows."""
+    display = make_display(20, evaluation_every=every, snapshot_every=5, stream=io.StringIO())
+    display.step({"version": 0, "time/eval": 30.0})
+    for version in range(1, 20):
+        steps(display, clock, [version], step=10.0, evaluation=30.0, snapshot=2.0, every=every)
+        if version < 2:
+            assert display._progress.eta is None  # the step that compiles tells nothing
+            continue
+        ahead = range(version + 1, 21)
+        evaluations = sum(v % every == 0 or v == 20 for v in ahead)
+        snapshots = sum(v % 5 == 0 for v in ahead)
+        assert display._progress.eta == pytest.approx(10 * len(ahead) + 30 * evaluations + 2 * snapshots + 1)
+
+
+def test_the_time_left_runs_down_within_a_step_and_no_further_than_it(clock):
+    display = make_display(4, evaluation_every=3, stream=io.StringIO())
+    steps(display, clock, [1, 2], step=10.0, evaluation=30.0, snapshot=0.0, every=2)
+    assert display._progress.eta == pytest.approx(2 * 10 + 2 * 30 + 1)
+    clock[0] += 15.0
+    assert display._progress.eta == pytest.approx(66)
+    clock[0] += 1000.0
+    assert display._progress.eta == pytest.approx(10 + 30 + 1)
+    steps(display, clock, [3, 4], step=10.0, evaluation=30.0, snapshot=0.0, every=2)
+    assert display._progress.eta == pytest.approx(1)
+
+
+def test_without_held_out_items_no_evaluation_is_expected(clock):
+    display = make_display(10, evaluation_every=2, stream=io.StringIO())
+    for version in (1, 2, 3):
+        display.step({"version": version, "time/total": 2.0})
+    assert display._progress.eta == pytest.approx(7 * 2 + 1)
+
+
+# ---------------------------------------------------------------------- evaluations, other phases
+
+
+def test_evaluation_table():
+    figures = {
+        "version": 3,
+        **{f"eval/add/{k}": v for k, v in {"items": 256.0, "prompts_skipped": 2.0, "constant_baseline": 0.0117,
+        "greedy_accuracy": 0.5, "greedy_accuracy_low": 0.4, "greedy_accuracy_high": 0.6, "format_rate": 0.981,
+        "greedy_length_mean": 5.43, "greedy_reward_errors": 1.0, "greedy_truncated_fraction": 0.5}.items()},
+    }  # fmt: skip
+    assert evaluation_table(figures).splitlines() == [
+        "task    n  greedy                sampled  format  length",
+        "add   256  0.500 [0.400, 0.600]  –           98%     5.4",
+        "Always giving the same answer would score 0.012.",
+        "50% of the greedy answers were cut off at the most tokens.",
+        "2 items were left out because their prompts are too long.",
+        "1 answers could not be scored; they count neither way.",
+    ]
+    both = figures | {"eval/mul/items": 8.0, "eval/mul/constant_baseline": 0.1}
+    assert "mul: always giving the same answer would score 0.100." in evaluation_table(both)
+    assert max(map(len, evaluation_table(both).splitlines())) <= 80
+
+
+def test_phases_of_other_commands_are_lines_without_a_terminal(clock):
+    out = io.StringIO()
+    with show_phases(out) as phase:
+        phase("download (MB)", 0, 90)
+        for done in range(1, 13):
+            clock[0] += 1.0
+            phase("download (MB)", done * 7.5, 90)
+        phase("converting", 0, None)
+    assert out.getvalue().splitlines() == [
+        "  download (MB) 0/90",
+        "  download (MB) 38/90, 5s",
+        "  download (MB) 75/90, 10s",
+        "  converting",
+    ]
+
+
+def test_phases_of_other_commands_are_a_bar_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Terminal()
+    with show_phases(out) as phase:
+        phase("download (MB)", 45, 90)
+    assert "download (MB)" in out.getvalue() and "45/90" in out.getvalue()

