@@ -23,6 +23,7 @@ __all__ = [
     "build_sampler",
     "build_task",
     "configured_model",
+    "held_out_items",
     "prompt_room",
     "sampling_params",
 ]
@@ -86,6 +87,13 @@ def build_sampler(config: Config, model: Model) -> Sampler:
         tokenizer=model.tokenizer,
         steps_per_dispatch=config.sampler.steps_per_dispatch,
     )
+
+
+def held_out_items(config: Config, task: Task) -> int:
+    """Items that are evaluated: those of the config, at most what the held-out split has."""
+    items = config.evaluation.items
+    size = task.split("eval", config.evaluation.seed).size if items else None
+    return items if size is None else min(items, size)
 
 
 def prompt_room(config: Config, task: Task) -> int:

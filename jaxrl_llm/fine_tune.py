@@ -31,10 +31,11 @@ from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
 from jaxrl_llm.learner.score import fill_logprobs
 from jaxrl_llm.learner.update import Metrics
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
+from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward
 from jaxrl_llm.models.load import Model
-from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.objectives import build_objective, is_trust_region
 from jaxrl_llm.ops.logprobs import policy_output
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.run_folder import prepare_folder
@@ -293,6 +294,13 @@ class SupervisedRun(BaseRun):
         if "value" in needed_fields(objective):
             model = _with_value_head(model)
             policy = score_policy(model.config, REMAT[config.learner.remat])
+        check_memory(
+            config,
+            model.config,
+            rows=config.data.batch * (2 if self.pairs else 1),
+            settings=("data.batch",),
+            adam=not is_trust_region(config.objective),
+        )
         assert model.tokenizer is not None  # `configured_model` has checked it
         self.render = functools.partial(_render, tokenizer=model.tokenizer)
         name = pathlib.Path(str(config.data.path)).name

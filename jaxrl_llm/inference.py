@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.assembly import build_sampler, build_task, configured_model, prompt_room, sampling_params
+from jaxrl_llm.assembly import (
+    build_sampler,
+    build_task,
+    configured_model,
+    held_out_items,
+    prompt_room,
+    sampling_params,
+)
 from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.rollout.evaluate import evaluate
@@ -55,6 +63,16 @@ def evaluate_config(
         raise InputError("evaluation.items is 0; ask for some, for example --set evaluation.items=128.")
     task = build_task(config)
     model, version = load_policy(config, snapshot, version)
+    refuse_too_large(
+        [
+            sampler_parts(
+                config,
+                model.config,
+                rows=held_out_items(config, task),
+                max_tokens=config.rollout.max_tokens or task.max_tokens,
+            )
+        ]
+    )
     figures = evaluate(
         build_sampler(config, model),
         model.params,
@@ -119,6 +137,8 @@ def sample_config(
                 f"a prompt of {len(prompt.tokens)} tokens does not fit: model.max_context {config.model.max_context} "
                 f"leaves {room}. Shorten it or raise model.max_context."
             )
+    new = config.rollout.max_tokens or task.max_tokens
+    refuse_too_large([sampler_parts(config, model.config, rows=n * len(asked), max_tokens=new)])
     changes: dict[str, Any] = {"n": n} | ({"temperature": 0.0} if greedy else {})
     if prompts:
         changes["stop"] = config.rollout.stop or ()  # the task's own stop strings suit its answers only

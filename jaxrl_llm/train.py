@@ -39,6 +39,7 @@ from jaxrl_llm.assembly import (
     build_sampler,
     build_task,
     configured_model,
+    held_out_items,
     prompt_room,
     sampling_params,
 )
@@ -58,6 +59,7 @@ from jaxrl_llm.learner.state import finish_train_step, init_state, move_referenc
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.formats.progress import reporting
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_trainable, is_trust_region, uses_groups
@@ -371,6 +373,15 @@ class Run(BaseRun):
         sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
+        check_memory(
+            config,
+            model.config,
+            rows=config.rollout.prompts * config.rollout.group_size,
+            settings=("rollout.prompts", "rollout.group_size"),
+            max_tokens=config.rollout.max_tokens or task.max_tokens,
+            evaluated=held_out_items(config, task),
+            adam=not is_trust_region(config.objective),
+        )
         self.policy = Policy(model, build_sampler(config, model), task)
         self.source: PromptSource = PromptSource(
             task,

@@ -1,0 +1,193 @@
+"""Whether what a config asks for can fit into the memory of the machine, before anything is compiled.
+
+Every figure is a lower bound of what will be allocated, so that nothing is refused that could run; what is
+refused would have ended hours later, or at once, in an allocation error that names no setting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.sampler.paged_cache import pages_for
+
+__all__ = ["Part", "available_memory", "check_memory", "learner_parts", "refuse_too_large", "sampler_parts"]
+
+_ROW_BYTES = 1_000  # of a completion on the host: its trajectory, its texts, the bookkeeping of the sampler
+_TOKEN_BYTES = (
+    30  # of a token of a batch: ids, positions, segments, mask, log-probs, advantage, weight, versions
+)
+_PREFILL = (8, 32)  # rows and least tokens of the sampler's prefill program
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Something that is held in memory."""
+
+    what: str
+    bytes: int
+    settings: tuple[str, ...]  # what makes it smaller
+
+
+def _width(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: int) -> list[Part]:
+    """What `rows` completions of up to `max_tokens` tokens need."""
+    s = config.sampler
+    pages = s.pages
+    if pages is None:
+        step = max(16, s.slots)
+        pages = -(-(1 + min(s.slots, rows) * (pages_for(max_tokens, s.page_size) + 1)) // step) * step
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _width(model.dtype)
+    sequences, tokens = _PREFILL[0], max(_PREFILL[1], s.page_size)
+    # 16 bytes of bookkeeping of a page; logits and what a dispatch gives back of a slot
+    return [
+        Part(
+            "K/V cache",
+            pages * (s.page_size * token + 16),
+            ("sampler.pages" if s.pages else "sampler.slots", "sampler.page_size"),
+        ),
+        Part(
+            "decoding",
+            s.slots * (4 * model.vocab_size + 9 * s.steps_per_dispatch),
+            ("sampler.slots", "sampler.steps_per_dispatch"),
+        ),
+        Part("prefill", 4 * sequences * model.num_heads * tokens**2, ("sampler.page_size",)),
+        Part("completions", rows * _ROW_BYTES, ("rollout.prompts", "rollout.group_size", "evaluation.items")),
+    ]
+
+
+def learner_parts(
+    config: Config, model: ModelConfig, *, rows: int, settings: tuple[str, ...], adam: bool = True
+) -> list[Part]:
+    """What train steps of `rows` sequences need beside the parameters; `settings` say how many rows there are."""
+    learner, size = config.learner, _width(model.dtype)
+    R, T = learner.micro_batch_rows, learner.row_tokens or learner.pad_to_multiple
+    least = -(-rows // learner.row_tokens) if learner.row_tokens else rows  # packed, a row holds several
+    width = "learner.row_tokens" if learner.row_tokens else "learner.pad_to_multiple"
+    padded = -(-max(least, 1) // R) * R
+    # With every layer recomputed, the backward pass holds the input of each layer and the attention of one.
+    activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * T**2
+    logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
+    weights = 4 * model.num_parameters
+    return [
+        Part("gradients", weights, ("model.source",)),
+        Part("moments of the optimiser", 2 * weights if adam else 0, ("model.source",)),
+        Part(
+            "batch",
+            padded * T * _TOKEN_BYTES + rows * _ROW_BYTES,
+            (*settings, "learner.micro_batch_rows", width),
+        ),
+        Part("activations", activations, ("learner.micro_batch_rows", width)),
+        Part("logits", logits, ("learner.head_chunk",)),
+    ]
+
+
+def check_memory(
+    config: Config,
+    model: ModelConfig,
+    *,
+    rows: int,
+    settings: tuple[str, ...],
+    max_tokens: int | None = None,
+    evaluated: int = 0,
+    adam: bool = True,
+) -> None:
+    """Refuses a run that cannot fit.
+
+    Args:
+      rows: sequences of a train step; `settings` say how many.
+      max_tokens: of a completion; None: nothing is sampled.
+      evaluated: held-out items that are sampled together.
+      adam: whether the optimiser keeps moments.
+
+    Raises:
+      InputError: what is needed, what is free, and which settings to lower.
+    """
+    learner = learner_parts(config, model, rows=rows, settings=settings, adam=adam)
+    phases = [learner]
+    if max_tokens is not None:
+        moments = [part for part in learner if part.what == "moments of the optimiser"]
+        sampled = max(rows, evaluated)
+        phases.append([*moments, *sampler_parts(config, model, rows=sampled, max_tokens=max_tokens)])
+    refuse_too_large(phases)
+
+
+def refuse_too_large(phases: Sequence[Sequence[Part]], available: int | None = None) -> None:
+    """Raises InputError when one of the phases, which take turns, cannot fit.
+
+    Args:
+      available: bytes that are free; default: what this machine says. Where it does not say, nothing is refused.
+    """
+    free = available_memory() if available is None else available
+    parts = max(phases, key=lambda phase: sum(part.bytes for part in phase))
+    needed = sum(part.bytes for part in parts)
+    if free is None or needed <= free:
+        return
+    largest = sorted(parts, key=lambda part: -part.bytes)
+    shown = [part for part in largest if part.bytes >= 0.05 * needed]
+    listed = "; ".join(f"{p.what} {_bytes(p.bytes)} ({', '.join(p.settings)})" for p in shown)
+    raise InputError(
+        f"memory: this needs at least {_bytes(needed)}, and {_bytes(free)} are free. It goes to: {listed}. Lower the "
+        "settings that are named first."
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.0f} TB" if number >= 10 else f"{number:.1f} TB"
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+def available_memory() -> int | None:
+    """Bytes that are free: of all local accelerators, else of the machine and of the container that this runs in."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    limits = [int(s.get("bytes_limit", 0)) - int(s.get("bytes_in_use", 0)) for s in stats]
+    if any("bytes_limit" in s for s in stats):
+        return sum(limits)
+    known = [free for free in (_machine(), _container()) if free is not None]
+    return min(known, default=None)
+
+
+def _machine() -> int | None:
+    try:
+        lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+        return 1024 * (kilobytes["MemAvailable"] + kilobytes.get("SwapFree", 0))
+    except (OSError, ValueError, KeyError, IndexError):  # not Linux: the memory that is built in
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, OSError, ValueError):
+            return None
+
+
+def _container(folder: pathlib.Path = pathlib.Path("/sys/fs/cgroup")) -> int | None:
+    """What the limit of the control group leaves; None without a limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            most, now = int((folder / limit).read_text()), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / cache).read_text().splitlines())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        # Cached files count as used and are given up when memory is asked for.
+        reclaimable = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+        return max(0, most - now + reclaimable)
+    return None

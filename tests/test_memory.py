@@ -1,0 +1,158 @@
+"""Sizes that no machine has are refused before anything is compiled; what fits is not."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+import jaxrl_llm.memory as memory
+from jaxrl_llm.cli import main
+from jaxrl_llm.config import apply_overrides, load_config, parse_config, read_yaml
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import TINY, ModelConfig
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+SMOLLM2 = ModelConfig(
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_positions=8192,
+    dtype="bfloat16",
+)
+MOST = 2**31 - 1
+
+
+def check(config, model, max_tokens=16):
+    memory.check_memory(
+        config,
+        model,
+        rows=config.rollout.prompts * config.rollout.group_size,
+        settings=("rollout.prompts", "rollout.group_size"),
+        max_tokens=max_tokens,
+        evaluated=config.evaluation.items,
+    )
+
+
+def free(monkeypatch, number):
+    monkeypatch.setattr(memory, "available_memory", lambda: number)
+
+
+@pytest.mark.parametrize(("name", "model", "megabytes"), [("quickstart", SMOLLM2, 2_200), ("tiny", TINY, 20)])
+def test_the_shipped_configs_fit_into_a_small_machine_and_not_into_nothing(
+    monkeypatch, name, model, megabytes
+):
+    config = load_config(CONFIGS / f"{name}.yaml")
+    free(monkeypatch, megabytes * 10**6)
+    check(config, model)
+    free(monkeypatch, 500_000)
+    with pytest.raises(InputError, match="memory: this needs at least .* and 500 kB are free. It goes to:"):
+        check(config, model)
+
+
+def test_no_answer_of_the_machine_refuses_nothing(monkeypatch):
+    free(monkeypatch, None)
+    check(parse_config({"rollout": {"prompts": MOST}}), TINY)
+
+
+ABSURD = [
+    ("sampler.slots", MOST, "decoding|K/V cache"),
+    ("sampler.pages", MOST, "K/V cache"),
+    ("sampler.page_size", MOST, "prefill"),
+    ("sampler.steps_per_dispatch", MOST, "decoding"),
+    ("rollout.prompts", MOST, "batch|completions"),
+    ("rollout.group_size", MOST, "batch|completions"),
+    ("evaluation.items", MOST, "completions"),
+    ("learner.row_tokens", MOST, "activations"),
+    ("learner.pad_to_multiple", MOST, "activations"),
+    ("learner.micro_batch_rows", MOST, "batch|activations"),
+]
+
+
+@pytest.mark.parametrize(("setting", "value", "what"), ABSURD)
+@pytest.mark.parametrize("model", [TINY, SMOLLM2])
+def test_absurd_sizes_are_refused_with_what_to_lower(monkeypatch, setting, value, what, model):
+    free(monkeypatch, 5 * 10**11)
+    config = parse_config(apply_overrides({"model": {"max_context": 64}}, [f"{setting}={value}"]))
+    with pytest.raises(InputError, match=rf"500 GB are free. It goes to: ({what}) .*{setting}"):
+        check(config, model)
+
+
+def test_the_logits_of_a_chunk_are_no_more_than_those_of_a_micro_batch(monkeypatch):
+    """head_chunk is clipped to the positions there are, so that a large one alone is no reason to refuse."""
+    free(monkeypatch, 50 * 10**6)
+    check(parse_config({"learner": {"head_chunk": MOST}}), TINY)
+    free(monkeypatch, 8 * 10**9)
+    packed = {"learner": {"head_chunk": MOST, "row_tokens": 4096, "micro_batch_rows": 16}}
+    with pytest.raises(InputError, match="logits .* GB .learner.head_chunk"):
+        check(parse_config(packed), dataclasses.replace(SMOLLM2, vocab_size=10**6))
+
+
+@pytest.mark.parametrize("setting", [f"{name}={MOST}" for name in ("sampler.slots", "learner.row_tokens")])
+def test_the_command_refuses_before_it_compiles(monkeypatch, capsys, tmp_path, setting):
+    def forbidden(*args, **more):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("jaxrl_llm.train.make_update_step", forbidden)
+    monkeypatch.setattr("jaxrl_llm.sampler.Sampler.generate", forbidden)
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(CONFIGS / "tiny.yaml"), "--run", str(run), "--set", setting])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("jaxrl: memory: this needs at least") == 1, error
+    assert setting.split("=")[0] in error and not (run / "config.yaml").exists()
+
+
+def test_the_other_commands_refuse_too(capsys, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "a", "answer": "b"}\n' * 20)
+    tiny = str(CONFIGS / "tiny.yaml")
+    for arguments in (
+        ["eval", tiny, "--set", f"sampler.slots={MOST}"],
+        ["sample", tiny, "--prompt", "x", "--n", str(MOST)],
+        ["sft", tiny, "--run", str(tmp_path / "r"), "--set", "objective=sft", "--set", f"data.path={data}",
+         "--set", f"data.batch={MOST}"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+        assert "jaxrl: memory: this needs at least" in capsys.readouterr().err
+
+
+def test_held_out_items_are_no_more_than_there_are(monkeypatch):
+    from jaxrl_llm.assembly import build_task, held_out_items
+
+    config = parse_config(apply_overrides(read_yaml(CONFIGS / "tiny.yaml"), [f"evaluation.items={MOST}"]))
+    task = build_task(config)
+    size = task.split("eval", config.evaluation.seed).size
+    assert held_out_items(config, task) == (MOST if size is None else size)
+
+
+# ------------------------------------------------------------------------------------- the machine
+
+
+def test_what_the_machine_says():
+    free = memory.available_memory()
+    assert free is None or 10**6 < free < 10**16
+
+
+def test_the_limit_of_a_container_counts(tmp_path):
+    assert memory._container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\ninactive_file 600\nactive_file 400\n")
+    assert memory._container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert memory._container(tmp_path) == 9000 - 5000 + 1000
+
+
+def test_accelerators_say_for_themselves(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 100, "bytes_in_use": 30}
+
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device(), Device()])
+    assert memory.available_memory() == 140
