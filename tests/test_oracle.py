@@ -41,7 +41,8 @@ CONVENTIONS = {
     "kl_clamped": "The system clamps the value of the estimator; tokens at its limit are left out.",
     "overlong_floor": "The penalty stays at its floor for answers beyond the limit; verl, AReaL and tunix let it grow.",
     "reset_at_gap": "SkyRL restarts the return at each masked token; the adapter makes each run a trajectory.",
-    "eps_outside_root": "The system divides by std + eps, ours by sqrt(var + eps): equal to 1e-4 at eps 1e-5.",
+    "eps_outside_root": "The system divides by std + eps, ours by sqrt(var + eps'): the adapter gives the eps' that is "
+    "equal for this batch.",
     "negative_mean": "MaxRL of a group whose mean is not positive is 0 for us; SkyRL and the authors flip the sign. The "
     "length penalty of such a group is 0 too; prime-rl pays long answers.",
     "weight_given": "The system is handed its weights ready made; the adapter puts them in batch.weight.",
@@ -66,6 +67,8 @@ CONVENTIONS = {
     "adapter ranks and hands the mask in as the weight.",
     "mask_given": "prime-rl masks by the shift of the probability of the token under the current policy: the adapter "
     "hands the mask in as the weight.",
+    "reshaped_logprob": "AlphaPO has another function of an answer's probability than the logarithm: the adapter gives "
+    "that, and takes the gradient back through it.",
     "no_half": "slime's value loss has no 1/2.",
 }
 
@@ -297,15 +300,22 @@ def group_ids(case, count, size=None):
     return np.arange(count) // size
 
 
+def with_a_token(case, mask):
+    """The mask, with the first token of a row that trains none."""
+    if mask.any(axis=1).all():
+        return mask
+    case.convention("empty_in_group")
+    lively = mask.copy()
+    lively[~mask.any(axis=1), 0] = True
+    return lively
+
+
 def advantages(
     case, stages, reward, group, mask, theirs, skip_single=True, where=None, fields=None, **tolerance
 ):
     """Compares advantages that are made of one reward a row."""
     mask = np.asarray(mask) != 0
-    lively = mask.copy()
-    if not mask.any(axis=1).all():
-        case.convention("empty_in_group")
-        lively[~mask.any(axis=1), 0] = True
+    lively = with_a_token(case, mask)
     batch = batch_of(lively, reward=reward, group=group, **(fields or {}))
     batch = batch.replace(counted=jnp.asarray(pad(mask, False)))
     (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
@@ -467,10 +477,7 @@ def trl_rloo_advantages(case):
     c = case.config
     mask = case["completion_mask"] != 0
     reward = case["rewards"]
-    lively = mask.copy()
-    if not mask.any(axis=1).all():
-        case.convention("empty_in_group")
-        lively[~mask.any(axis=1), 0] = True
+    lively = with_a_token(case, mask)
     behavior, reference = case["old_per_token_logps"], case["ref_per_token_logps"]
     reference = np.where(mask, reference, behavior)  # the extra token of an empty row pays no KL
     group = np.arange(len(reward)) // c["num_generations"]
@@ -483,6 +490,21 @@ def trl_rloo_advantages(case):
     (ours,) = prepared(chain, batch, "advantage")
     theirs = np.broadcast_to(array(case.out["advantages"])[:, None], mask.shape)
     case.same("advantage", ours, theirs, mask)
+
+
+def every_step(case, mask, stages, reward, behavior, reference):
+    """Compares advantages of a system whose return discounts masked tokens, too; they are trained and pay no KL."""
+    gaps = np.any(~mask[:, :-1] & (np.cumsum(mask[:, ::-1], axis=1)[:, ::-1][:, 1:] > 0))
+    if gaps:
+        case.convention("states_of_masked_tokens")
+    batch = batch_of(
+        np.ones_like(mask),
+        reward=outcome(mask, reward),
+        logprob_behavior=behavior,
+        logprob_reference=np.where(mask, reference, behavior),
+    ).replace(counted=jnp.asarray(pad(mask, False)))
+    (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
+    case.same("advantage", ours, case.out["advantages"], mask)
 
 
 def slime_advantages(case):
@@ -503,16 +525,10 @@ def slime_advantages(case):
         (ours,) = prepared(chain, batch, "advantage")
         case.same("advantage", ours, case.out["advantages"], mask)
         return
-    batch = batch_of(
-        mask,
-        reward=case["rewards"],
-        logprob_behavior=case["log_probs"],
-        logprob_reference=case["ref_log_probs"],
-    )
     stages = [jrl.penalize_kl_in_reward(c["kl_coef"])] if c["kl_coef"] else []
-    chain = chain_of(*stages, jrl.returns_to_go(c["gamma"]), jrl.normalize_by_token())
-    (ours,) = prepared(chain, batch, "advantage")
-    case.same("advantage", ours, case.out["advantages"], mask)
+    stages.append(jrl.returns_to_go(c["gamma"]))
+    behavior, reference = case["log_probs"], case["ref_log_probs"]
+    every_step(case, mask, stages, case["rewards"], behavior, reference)
 
 
 def slime_rewards(case):
@@ -524,10 +540,16 @@ def slime_rewards(case):
 
 
 def areal_rewards(case):
-    c = case.config
     reward = case["x"]
+    group, stages = areal_normalization(case.config, len(reward))
+    case.convention("float32")
+    advantages(case, stages, reward, group, np.ones((len(reward), 2)), case.out["normalized"])
+
+
+def areal_normalization(c, count):
+    """(group of each row, stages) of a NormConfig over one reward a row."""
     whole = c["mean_level"] == "batch"
-    group = np.zeros(len(reward), int) if whole else np.arange(len(reward)) // c["group_size"]
+    group = np.zeros(count, int) if whole else np.arange(count) // c["group_size"]
     ddof = int(c["std_unbiased"])
     if (c["mean_level"], c["std_level"]) == ("group", "batch"):
         # the std of what is left after the means, over all rows
@@ -536,7 +558,7 @@ def areal_rewards(case):
     elif c["mean_leave1out"] and c["std_level"]:
         # Its std is around the mean of the others: mean and std are both n / (n - 1) times ours, eps is not.
         assert c["mean_level"] == c["std_level"]
-        size = len(reward) if whole else c["group_size"]
+        size = count if whole else c["group_size"]
         stages = [jrl.group_advantage(ddof=ddof, eps=c["eps"] * (size - 1) / size)]
     elif c["mean_leave1out"]:
         stages = [jrl.leave_one_out_advantage()]
@@ -544,8 +566,7 @@ def areal_rewards(case):
         stages = [
             jrl.group_advantage(scale=scale_of(c["std_level"]), ddof=int(c["std_unbiased"]), eps=c["eps"])
         ]
-    case.convention("float32")
-    advantages(case, stages, reward, group, np.ones((len(reward), 2)), case.out["normalized"])
+    return group, stages
 
 
 def whitened(case, values, mask, theirs, ddof, eps, **tolerance):
@@ -567,12 +588,20 @@ def areal_token_norm(case):
     size = len(x) if c["mean_level"] == "batch" else c["group_size"]
     for start in range(0, len(x), size):
         part, ddof = slice(start, start + size), int(c["std_unbiased"])
-        whitened(case, x[part], mask[part], theirs[part], ddof, 0.0, rtol=1e-4, atol=1e-5)
+        eps = inside_root(x[part][mask[part] != 0], ddof, c["eps"])
+        whitened(case, x[part], mask[part], theirs[part], ddof, eps, rtol=1e-5, atol=1e-6)
+
+
+def inside_root(values, ddof, eps):
+    """The eps with which sqrt(var + eps) is what std + `eps` is outside the root."""
+    std = values.std(ddof=ddof) if len(values) > ddof else 0.0
+    return float(2 * std * eps + eps**2)
 
 
 def areal_masked_norm(case):
     case.convention("eps_outside_root")
-    whitened(case, case["x"], case["mask"], case.out["out"], 0, 0.0, rtol=1e-4, atol=1e-5)
+    eps = inside_root(case["x"][case["mask"] != 0], 0, 1e-5)
+    whitened(case, case["x"], case["mask"], case.out["out"], 0, eps, rtol=1e-5, atol=1e-6)
 
 
 def verl_whiten(case):
@@ -598,17 +627,11 @@ def openrlhf_advantages(case):
     group = np.arange(len(reward)) // c["n_samples_per_prompt"]
     case.convention("float32")
     if estimator == "reinforce":
-        zeros = np.zeros(mask.shape)
-        batch = batch_of(mask, reward=reward, logprob_behavior=case["kl"], logprob_reference=zeros)
-        chain = chain_of(
-            jrl.penalize_kl_in_reward(kl) if kl else None,
-            jrl.returns_to_go(c["gamma"]),
-            jrl.whiten_advantage(ddof=0),
-            jrl.normalize_by_token(),
-        )
-        (ours,) = prepared(chain, batch, "advantage")
+        stages = [jrl.penalize_kl_in_reward(kl)] if kl else []
+        stages += [jrl.returns_to_go(c["gamma"]), jrl.whiten_advantage(ddof=0)]
+        low, high = c["reward_clip_range"]
         case.convention("not_remasked")
-        case.same("advantage", ours, case.out["advantages"], mask)
+        every_step(case, mask, stages, np.clip(reward, low, high), case["kl"], np.zeros(mask.shape))
         return
     stages = {
         "rloo": [jrl.leave_one_out_advantage()],
@@ -708,13 +731,14 @@ def areal_advantages(case):
     length = case["attention_mask"].sum(axis=1).astype(int)
     reward = np.zeros(mask.shape)
     at = np.arange(len(length)), length - 2
-    assert np.all(mask[at])
     reward[at] = case["rewards"]
     stages = [jrl.rescale_reward(float(c.get("scale", 1.0)), float(c.get("bias", 0.0)), 20.0)]
-    group = np.arange(len(length))
+    group, where, lively = np.arange(len(length)), mask, mask
     if (norm := c.get("reward_norm")) is not None:
-        group = group // norm["group_size"]
-        stages = [jrl.group_advantage(ddof=int(norm["std_unbiased"]), eps=norm["eps"])]
+        group, stages = areal_normalization(norm, len(length))
+        # a reward beside the mask is in the statistics and teaches nothing
+        where, lively = mask & mask[at][:, None], mask.copy()
+        lively[at] = True
     whole = {name: case[name] for name in ("values",) if case.given(name)}
     value = whole.get("values", np.zeros(mask.shape))
     fields = {}
@@ -725,13 +749,20 @@ def areal_advantages(case):
         stages.append(jrl.penalize_kl_in_reward(float(kl)))
     full = length == mask.shape[1]
     after = np.broadcast_to(value[:, -1:], mask.shape)
-    batch = batch_of(mask, reward=reward, value=value, group=group, truncated=full, **fields).replace(
-        bootstrap_value=jnp.asarray(pad(after))
+    batch = batch_of(lively, reward=reward, value=value, group=group, truncated=full, **fields).replace(
+        bootstrap_value=jnp.asarray(pad(after)), counted=jnp.asarray(pad(mask, False))
     )
-    if c.get("reward_norm") is None:
+    if norm is None:
         stages.append(jrl.gae(float(c.get("gamma", 1.0)), float(c.get("lam", 1.0)), bootstrap=True))
+    if (over := c.get("adv_norm")) is not None:
+        case.convention("eps_outside_root")
+        assert over["mean_level"] == over["std_level"] == "batch" and not over.get("mean_leave1out"), over
+        (raw,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
+        ddof = int(over.get("std_unbiased", True))
+        eps = inside_root(crop(raw, mask.shape)[mask], ddof, over.get("eps", 1e-5))
+        stages.append(jrl.whiten_advantage(ddof=ddof, eps=eps))
     (ours,) = prepared(chain_of(*stages, jrl.normalize_by_token()), batch, "advantage")
-    case.same("advantage", ours, case.out["advantages"], mask)
+    case.same("advantage", ours, case.out["advantages"], where)
 
 
 def episodes(discount):
@@ -792,12 +823,13 @@ def verl_gdpo(case):
 def several(case, parts, weights, group, mask, after, theirs, eps, scale="std", **tolerance):
     """multi_reward_advantage over parts [B] of the reward, against an advantage by row or token."""
     mask = np.asarray(mask) != 0
-    assert mask.any(axis=1).all()
+    lively = with_a_token(case, mask)
     known = np.any([np.isfinite(x) for x in parts.values()], axis=0)
-    batch = batch_of(mask, reward=np.where(known, 0.0, np.nan), group=group)
+    batch = batch_of(lively, reward=np.where(known, 0.0, np.nan), group=group)
+    batch = batch.replace(counted=jnp.asarray(pad(mask, False)))
     streams = {
         # A part that is missing sits there as NaN; other rows carry it on their last token.
-        name: jnp.asarray(pad(outcome(mask, x)))
+        name: jnp.asarray(pad(outcome(lively, x)))
         for name, x in parts.items()
     }
     chain = chain_of(
@@ -826,10 +858,7 @@ def nemo_reinforce_pp(case):
     case.convention("float32")
     case.convention("not_remasked")
     reward, group = case["rewards"], case["group"].astype(int)
-    lively = mask.copy()
-    if not mask.any(axis=1).all():
-        case.convention("empty_in_group")
-        lively[~mask.any(axis=1), 0] = True
+    lively = with_a_token(case, mask)
     batch = batch_of(
         lively,
         reward=reward,
@@ -857,14 +886,19 @@ def nemo_opd(case):
 
 
 def tinker_kl(case):
+    """Its discount counts masked tokens, too: they are trained, with the mean KL, which adds nothing."""
     c, mask = case.config, case["mask"] != 0
     case.convention("float32")
+    if c["kl_discount_factor"] and np.any(np.diff(mask.astype(int), axis=1) > 0):
+        case.convention("states_of_masked_tokens")
+    behavior, reference = case["sampling_logprobs"], case["base_logprobs"]
+    mean = (behavior - reference)[mask].mean()
     batch = batch_of(
-        mask,
+        np.ones_like(mask),
         advantage=case["advantages"],
-        logprob_behavior=case["sampling_logprobs"],
-        logprob_reference=case["base_logprobs"],
-    )
+        logprob_behavior=behavior,
+        logprob_reference=np.where(mask, reference, behavior - mean),
+    ).replace(counted=jnp.asarray(pad(mask, False)))
     stage = jrl.distill_advantage(
         c["kl_penalty_coef"],
         add=True,
@@ -884,7 +918,8 @@ def verl_remax(case):
     )
     chain = chain_of(jrl.greedy_baseline_advantage(), jrl.normalize_by_token())
     ours, to_go = prepared(chain, batch, "advantage", "returns")
-    case.same("advantage", ours, case.out["advantages"])
+    case.convention("not_remasked")
+    case.same("advantage", ours, case.out["advantages"], mask)
     case.same("returns", to_go, case.out["returns"], mask)
 
 
@@ -1069,10 +1104,15 @@ def skyrl_reduction(case):
             jrl.normalize_by_length_limit(case.config["max_seq_len"]),
             counts_rows(case, mask),
         ),
-        "prompt_mean": (jrl.normalize_by_group(), 1.0),
+        "prompt_mean": (jrl.normalize_by_group(), None),
     }
     normalizer, factor = stages[mode]
     group = group_ids(case, len(mask))
+    if factor is None:  # prompts without a trained token count, too
+        some, prompts = len(set(group[np.any(mask != 0, axis=1)])), len(set(group))
+        factor = some / prompts
+        if factor < 1.0:
+            case.convention("empty_rows")
     batch = batch_of(mask, advantage=case["advantages"], group=group)
     chain = chain_of(jrl.given_advantage(), normalizer, jrl.reinforce_surrogate())
     advantage, norm, count = prepared(chain, batch, "advantage", "norm", "count")
@@ -1095,6 +1135,7 @@ def policy(
     entropy=None,
     unclamped=None,
     same_value=True,
+    loud=1e3,
     **fields,
 ):
     """Loss and gradient of a chain against the system's; returns our metrics.
@@ -1102,14 +1143,18 @@ def policy(
     Args:
       where: tokens whose gradient is compared.
       same_value: False where the system's term has another value with the same gradient.
+      loud: a gradient outside `where` above which the values differ, too, and are not compared.
       unclamped: tokens at which the estimator of a penalty is the system's. Where it is not, only the gradient
         of the others is compared.
     """
     value, grad, metrics = loss(chain_of(*stages), mask, logprob, entropy=entropy, **fields)
-    if where is not None and not np.all(where[mask != 0]):
+    beyond = np.zeros(mask.shape, bool) if where is None else (mask != 0) & ~where
+    if np.any(beyond):
         case.convention("log_ratio_limit")
     if not same_value:
         case.convention("other_value")
+    elif np.any(np.abs(array(case.out[gradient]))[beyond] > loud):
+        pass  # what is beyond our limit and not clipped is in the system's value
     elif unclamped is None or np.all(unclamped[mask != 0]):
         case.same("loss", value * factor, case.out["loss"])
     else:
@@ -1147,10 +1192,18 @@ def verl_vanilla(case):
         case.same("kl", metrics["kl_behavior"], theirs["actor/ppo_kl"])
 
 
+def below_ten(case, mask, current, there):
+    """Tokens of sequences whose mean log-ratio is below 10, where verl's and SkyRL's GSPO stop."""
+    mask = np.asarray(mask) != 0
+    mean = np.where(mask, current - there, 0.0).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)
+    return np.broadcast_to((mean < 10)[:, None], mask.shape)
+
+
 def verl_gspo(case):
     c = case.config
     surrogate = jrl.clip_surrogate(c["clip_ratio_low"], c["clip_ratio_high"])
-    verl_policy(case, jrl.sequence_ratio_per_token(), surrogate, jrl.normalize_by_sequence())
+    where = below_ten(case, case["response_mask"], case["log_prob"], case["old_log_prob"])
+    verl_policy(case, jrl.sequence_ratio_per_token(), surrogate, jrl.normalize_by_sequence(), where=where)
 
 
 def verl_gpg(case):
@@ -1220,11 +1273,13 @@ def verl_bypass(case):
     )
 
 
-def skyrl_sum(case, *stages, anchor="old_log_probs", **fields):
+def skyrl_sum(case, *stages, anchor="old_log_probs", pooled=False, **fields):
     case.convention("float32")
     case.convention("denominator")
     mask, logprob = case["loss_mask"], case["log_probs"]
     where = near((logprob, case[anchor])) if anchor else None
+    if pooled:
+        where = below_ten(case, mask, logprob, case[anchor])
     fields.setdefault("advantage", case["advantages"])
     if anchor:
         fields["logprob_behavior"] = case[anchor]
@@ -1277,7 +1332,7 @@ def skyrl_ppo(case):
 def skyrl_gspo(case):
     c = case.config
     surrogate = jrl.clip_surrogate(c["eps_clip_low"], c["eps_clip_high"])
-    skyrl_sum(case, jrl.normalize_by_constant(1.0), jrl.sequence_ratio_per_token(), surrogate)
+    skyrl_sum(case, jrl.normalize_by_constant(1.0), jrl.sequence_ratio_per_token(), surrogate, pooled=True)
 
 
 UNCLIPPED = dict(low=math.inf, high=math.inf)
@@ -1785,7 +1840,14 @@ def verl_geo_mean(case):
     ]
     fields = {"advantage": case["advantages"], "logprob_behavior": case["old_log_prob"], "weight": weight}
     factor = counts_rows(case, mask)
-    policy(case, stages, mask, case["log_prob"], "grad_log_prob", factor, **fields)
+    where = mean_within_limit(mask, case["log_prob"] - case["old_log_prob"], case["advantages"])
+    policy(case, stages, mask, case["log_prob"], "grad_log_prob", factor, where, loud=0.0, **fields)
+
+
+def mean_within_limit(mask, log_ratio, advantage):
+    """Tokens of rows in which no token beyond our limit enters the mean unclipped."""
+    far = (mask != 0) & (log_ratio * -np.sign(advantage) >= 20)
+    return np.broadcast_to(~far.any(axis=1, keepdims=True), np.shape(mask))
 
 
 def trl_gmpo(case):
@@ -1805,6 +1867,8 @@ def trl_gmpo(case):
     if empty.any():
         case.convention("empty_value")
         case.out = {**case.out, "loss": case.out["loss"] + np.sum(case["advantages"] * empty) / len(mask)}
+    behavior, advantage = case["old_per_token_logps"], case["advantages"]
+    each = np.broadcast_to(advantage[:, None] if advantage.ndim == 1 else advantage, mask.shape)
     policy(
         case,
         stages,
@@ -1812,9 +1876,11 @@ def trl_gmpo(case):
         logprob,
         "grad_per_token_logps",
         counts_rows(case, mask),
+        where=mean_within_limit(mask, logprob - behavior, each),
+        loud=0.0,
         unclamped=unclamped,
-        advantage=case["advantages"],
-        logprob_behavior=case["old_per_token_logps"],
+        advantage=advantage,
+        logprob_behavior=behavior,
         logprob_reference=case["ref_per_token_logps"],
     )
 
@@ -1865,7 +1931,9 @@ def eligible(case, options):
     """Number of tokens that Clip-Cov may draw from."""
     mask, advantage, current = case["response_mask"] != 0, case["advantages"], case["log_prob"]
     ratio = np.exp(np.clip(current - case["old_log_prob"], -20, 20))
-    free = ~(((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8)))
+    low, high = (case.config.get(f"clip_ratio_{side}", 0.2) for side in ("low", "high"))
+    low, high = 1 - low, 1 + high
+    free = ~(((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low)))
     cov = (advantage - advantage[mask].mean()) * (current - current[mask].mean())
     return np.sum(mask & free & (cov > options["cov_low"]) & (cov < options["cov_high"]))
 
@@ -2412,7 +2480,7 @@ def teacher_loss(case, stage, mask, student, field, **fields):
     def value(x):
         output = jrl.PolicyOutput(logprob=jnp.zeros(batch.shape)).replace(**{field: widen(student(x))})
         ready, _ = chain.prepare(batch)
-        ((each, _),) = chain.apply(start_loss(output, ready), ready).penalties.values()
+        each = sum(value for value, _ in chain.apply(start_loss(output, ready), ready).penalties.values())
         return jrl.transforms.loss(chain, output, batch)[0], each[: len(mask), 1 : 1 + mask.shape[1]]
 
     return value
@@ -2447,7 +2515,8 @@ def verl_distill(case):
     case.convention("float32")
     ids = case["teacher_topk_ids"].astype(int)[None]
     teacher, mask = case["teacher_topk_log_probs"][None], np.ones((1, ids.shape[1]))
-    stage = jrl.imitate(kind="forward", over="topk", rest=False, floor=case.config["log_prob_min_clamp"])
+    clamp = case.config["log_prob_min_clamp"]
+    stage = jrl.imitate(kind="forward", over="topk", rest=False, floor=-1e30 if clamp is None else clamp)
     value = teacher_loss(
         case, stage, mask, at_top(ids), "topk_logprob", topk_ids=ids, topk_logprob_teacher=teacher
     )
@@ -2462,10 +2531,13 @@ def nemo_distill(case):
         raise Later("mass outside the top k")
     ids = case["topk_indices"].astype(int)
     teacher = np.take_along_axis(case["teacher_logprobs_full"], ids, axis=-1)
-    stage = jrl.imitate(kind=c["kl_type"], over="topk", rest=False)
+    shares = {c["kl_type"]: 1.0}
+    if c["kl_type"] == "mixed":
+        shares = {"forward": c["mixed_kl_weight"], "reverse": 1.0 - c["mixed_kl_weight"]}
+    stage = [jrl.imitate(w, kind=kind, over="topk", rest=False, name=kind) for kind, w in shares.items()]
     value = teacher_loss(
         case,
-        stage,
+        jrl.chain(*stage),
         mask,
         lambda x: jnp.take_along_axis(x, ids, axis=-1),
         "topk_logprob",
@@ -2690,24 +2762,35 @@ def trl_kto(case):
     case.same("z", metrics["kto_point"], case.out["metrics"]["kl"][0])
 
 
-def trl_simpo(case):
+CPO = {
+    "simpo": lambda c: jrl.logistic_preference(
+        c["beta"], c["label_smoothing"], c["simpo_gamma"], reference=False, average=True
+    ),
+    "sigmoid": lambda c: jrl.logistic_preference(c["beta"], c["label_smoothing"], reference=False),
+    "hinge": lambda c: jrl.hinge_preference(c["beta"]),
+    "ipo": lambda c: jrl.square_preference(c["beta"], average=False),
+}
+
+
+def trl_cpo(case):
+    """Preferences without a reference, or with one that gives every token log-prob 0: the same margin."""
     config = case.config
-    if config["loss_type"] != "simpo":
-        raise Later("rarer preference losses")
-    assert config["alpha"] == 0.0
-    objective = jrl.chain(
-        jrl.normalize_by_pair(),
-        jrl.logistic_preference(
-            config["beta"], config["label_smoothing"], config["simpo_gamma"], reference=False, average=True
-        ),
-    )
+    objective = jrl.chain(jrl.normalize_by_pair(), CPO[config["loss_type"]](config))
+    mask, logprob = answers(case, "policy_chosen_logps", "policy_rejected_logps")
+    slope = np.ones(len(logprob))
+    if alpha := config.get("alpha", 0.0):  # AlphaPO: (1 - p^-alpha) / alpha in the place of log p
+        case.convention("reshaped_logprob")
+        slope = np.exp(-alpha * logprob[:, 0])
+        logprob = np.where(np.arange(mask.shape[1]) == 0, (1 - slope[:, None]) / alpha, 0.0)
     loss, gradient, _, metrics = pair_loss(
-        objective, *answers(case, "policy_chosen_logps", "policy_rejected_logps")
+        objective, mask, logprob, logprob_reference=np.zeros(logprob.shape)
     )
+    gradient = gradient[:, 0] * slope
     case.same("loss", loss, case.out["loss"])
-    case.same("chosen", gradient[0::2, 0], case.out["grad_chosen"])
-    case.same("rejected", gradient[1::2, 0], case.out["grad_rejected"])
-    case.same("rewards", metrics["reward_chosen"], np.mean(case.out["chosen_rewards"]))
+    case.same("chosen", gradient[0::2], case.out["grad_chosen"])
+    case.same("rejected", gradient[1::2], case.out["grad_rejected"])
+    if not alpha:
+        case.same("rewards", metrics["reward_chosen"], np.mean(case.out["chosen_rewards"]))
 
 
 def trl_orpo(case):
@@ -2768,7 +2851,7 @@ ADAPTERS = {
     ("openrlhf", "DPOLoss"): openrlhf_dpo,
     ("openrlhf", "LogExpLoss"): openrlhf_reward_model,
     ("openrlhf", "PairWiseLoss"): openrlhf_reward_model,
-    ("trl", "cpo_loss"): trl_simpo,
+    ("trl", "cpo_loss"): trl_cpo,
     ("trl", "dpo_compute_loss"): trl_dpo,
     ("trl", "kto_compute_loss"): trl_kto,
     ("trl", "orpo_odds_ratio_loss"): trl_orpo,
@@ -2928,6 +3011,170 @@ def test_oracle(key):
     assert not failures, f"{len(failures)} of {len(vectors()[key])} vectors differ:\n" + "\n\n".join(
         failures[:6]
     )
+
+
+# ------------------------------------------------------------------- the same numbers in another layout
+#
+# Vectors whose right answer follows from a stored one: a column in the middle that no mask has, with other numbers
+# in it (a tool's output); a row without a trained token; the rows in reverse. What a variant changes for a system,
+# by that system's own convention, is named here.
+
+PREFERENCES = {
+    *(
+        ("areal", "dpo_preference_loss"),
+        ("nemo-rl", "DPOLoss"),
+        ("openrlhf", "DPOLoss"),
+        ("tunix", "dpo_loss_fn"),
+    ),
+    *(("trl", name) for name in ("cpo_loss", "dpo_compute_loss", "kto_compute_loss", "orpo_odds_ratio_loss")),
+}
+IN_TIME = {  # of one sequence, or one after the other
+    *(("rlax", name) for name in ("clipped_surrogate_pg_loss", "policy_gradient_loss", "entropy_loss")),
+    *(("rlax", name) for name in ("lambda_returns", "truncated_gae")),
+    ("prime-rl", "adv_rae"),
+    ("verl", "adaptive_kl_controller"),
+    ("verl", "distill_forward_kl_topk"),
+}
+HOLES_ARE_STATES = {  # the recursion runs over masked tokens
+    *(("skyrl", "adv_gae"), ("skyrl", "adv_reinforce_pp"), ("slime", "gae"), ("slime", "advantages")),
+    *(("openrlhf", "compute_advantages_and_returns"), ("tinker-cookbook", "incorporate_kl_penalty")),
+    ("areal", "compute_advantages"),  # a column is of two tokens
+}
+ROWS_COUNT = {  # an empty row is one of those that are divided by, or of a group
+    *(("trl", name) for name in ("grpo_compute_loss", "gmpo_compute_loss", "gspo_token_compute_loss")),
+    *(("trl", "rloo_advantages"), ("skyrl", "loss_reduction"), ("skyrl", "ppo_critic_loss")),
+    *(("tunix", "aggregate_loss"), ("tunix", "grpo_loss_fn"), ("nemo-rl", "ReinforcePlusPlusAdvantage")),
+    *(("verl", "policy_loss_geo_mean"), ("verl", "adv_gpg"), ("verl", "adv_gdpo"), ("verl", "agg_loss")),
+    *(("areal", "normalization_advantages"), ("openrlhf", "compute_advantages_and_returns")),
+    *(("openrlhf", "masked_normalize"), ("nemo-rl", "GAE"), ("areal", "compute_advantages")),
+    *(("skyrl", "adv_gae"), ("slime", "advantages"), ("trl", "gkd_generalized_jsd_loss")),
+}
+WIDTH_COUNTS = ("seq-mean-token-sum-norm", "sequence-mean-token-scale")  # L is the width where none is given
+
+
+def layout(vector):
+    """Shape of the first mask, or None."""
+    for name, x in vector["inputs"].items():
+        if ("mask" in name or name == "labels") and isinstance(x, list) and x and isinstance(x[0], list):
+            return np.shape(x)[:2]
+    return None
+
+
+def filler(name, like, rng):
+    """Numbers as good as any where nothing is trained."""
+    if name == "labels":
+        return np.full_like(like, -100)
+    if "mask" in name or "reward" in name or name in ("ce_weights", "rl_weights", "ref_kl_weights", "r"):
+        return np.zeros_like(like)
+    if "id" in name or "indices" in name or name in ("max_token", "versions"):
+        return like
+    size = rng.uniform(0.1, 0.9, like.shape)
+    return (
+        size if any(k in name for k in ("topk_kl", "topk_tv", "entrop", "weight", "ratio")) else -4.0 * size
+    )
+
+
+def with_hole(key, vector, rng):
+    shape = layout(vector)
+    config = vector["config"]
+    if shape is None or shape[1] < 2 or key in PREFERENCES | HOLES_ARE_STATES:
+        return None
+    if config.get("loss_agg_mode") in WIDTH_COUNTS and not config.get("loss_scale_factor"):
+        return None
+    at = int(rng.integers(1, shape[1]))
+
+    def widen(name, x, output=False):
+        if not isinstance(x, list) or np.ndim(array_or_none(x)) < 2 or np.shape(x)[:2] != shape:
+            return x
+        x = array(x)
+        new = np.zeros_like(x[:, at]) if output else filler(name, x[:, at], rng)
+        return np.insert(x, at, new, axis=1).tolist()
+
+    return {
+        **vector,
+        "case": f"{vector['case']}, hole at {at}",
+        "inputs": {name: widen(name, x) for name, x in vector["inputs"].items()},
+        "outputs": {name: widen(name, x, True) for name, x in vector["outputs"].items()},
+    }
+
+
+def array_or_none(x):
+    try:
+        return array(x)
+    except (TypeError, ValueError):  # names of agents, metrics
+        return None
+
+
+def with_empty_row(key, vector, rng):
+    shape = layout(vector)
+    if shape is None or key in PREFERENCES | ROWS_COUNT:
+        return None
+
+    def more(name, x, output=False):
+        there = array_or_none(x) if isinstance(x, list) else None
+        if there is None or there.ndim < 1 or len(there) != shape[0]:
+            return x
+        if name in ("index", "group"):
+            new = there.max() + 1
+        else:
+            new = np.zeros_like(there[0]) if output else filler(name, there[0], rng)
+        return np.concatenate([there, np.asarray(new)[None]]).tolist()
+
+    return {
+        **vector,
+        "case": f"{vector['case']}, an empty row",
+        "inputs": {name: more(name, x) for name, x in vector["inputs"].items()},
+        "outputs": {name: more(name, x, True) for name, x in vector["outputs"].items()},
+    }
+
+
+def in_reverse(key, vector, rng):
+    if key in PREFERENCES | IN_TIME:
+        return None
+    shape = layout(vector)
+    lists = [x for x in vector["inputs"].values() if isinstance(x, list)]
+    count = shape[0] if shape else len(lists[0])
+
+    def turned(x):
+        return x[::-1] if isinstance(x, list) and len(x) == count else x
+
+    return {
+        **vector,
+        "case": f"{vector['case']}, in reverse",
+        "inputs": {name: turned(x) for name, x in vector["inputs"].items()},
+        "outputs": {name: turned(x) for name, x in vector["outputs"].items()},
+    }
+
+
+VARIANTS = {"hole": with_hole, "empty_row": with_empty_row, "reverse": in_reverse}
+
+
+def vary(key, chosen):
+    """Failures of the variants of the chosen vectors of a function, and how many there were."""
+    failures, count = [], 0
+    with testing.float64():
+        for number, vector in enumerate(chosen):
+            for name, variant in VARIANTS.items():
+                changed = variant(key, vector, np.random.default_rng(number))
+                if changed is None:
+                    continue
+                try:
+                    ADAPTERS[key](Case(changed))
+                except Later:
+                    break
+                except AssertionError as error:
+                    failures.append(f"{name}: {error}")
+                count += 1
+    return failures, count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", sorted(k for k in vectors() if k in ADAPTERS), ids="__".join)
+def test_oracle_in_other_layouts(key):
+    every = vectors()[key]
+    failures, count = vary(key, every[:: max(1, len(every) // 3)])
+    print(f"{'__'.join(key)}: {count} variants")
+    assert not failures, f"{len(failures)} of {count} variants differ:\n" + "\n\n".join(failures[:6])
 
 
 def test_rlax_entropy_by_hand():
