@@ -6,24 +6,30 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.snapshots.store import SnapshotStore, locate
 
 __all__ = [
     "REMAT",
     "Policy",
+    "Teacher",
     "build_mesh",
     "build_sampler",
     "build_task",
     "configured_model",
     "held_out_items",
+    "configured_teacher",
     "prompt_room",
     "sampling_params",
 ]
@@ -36,6 +42,15 @@ class Policy:
     model: Model
     sampler: Sampler
     task: Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen model that the policy is trained towards."""
+
+    config: ModelConfig
+    params: Any  # in its compute dtype, sharded as the policy's are
+    digest: str  # of the weight files, or of the parameters of a snapshot
 
 
 REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
@@ -54,6 +69,74 @@ def configured_model(config: Config) -> Model:
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
     return dataclasses.replace(model, config=changed)
+
+
+def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | None) -> Teacher | None:
+    """The teacher of a config, beside the model that it teaches; None when it has none.
+
+    Raises:
+      InputError: see `load_model`; no such snapshot; another vocabulary than the model's, too few positions, or shapes
+        that the mesh does not divide.
+    """
+    given = config.teacher
+    dtype = given.dtype or config.model.dtype
+    if given.snapshot is not None:
+        where = f"teacher.snapshot: {given.snapshot}"
+        teacher = _of_snapshot(given.snapshot, where, dtype)
+    elif given.source is not None:
+        where = f"teacher.source: {given.source}"
+        teacher = load_model(given.source, dtype=dtype)
+    else:
+        return None
+    _check_vocabulary(where, teacher, model)
+    if config.model.max_context > teacher.config.max_positions:
+        raise InputError(
+            f"{where} has positions for {teacher.config.max_positions} tokens, fewer than model.max_context "
+            f"{config.model.max_context}; lower that, or choose another teacher."
+        )
+    try:
+        shardings = None if mesh is None else param_shardings(teacher.config, mesh)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from None
+    # Every product and norm reads its weight in the compute dtype, so that a frozen tree need not be wider.
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), teacher.params)
+    params = params if shardings is None else jax.device_put(params, shardings)
+    return Teacher(teacher.config, params, teacher.digest)
+
+
+def _of_snapshot(path: str, where: str, dtype: str) -> Model:
+    """A snapshot as a model of its own: the model that its run began with, with its parameters and their digest."""
+    directory, version = locate(path)
+    store = SnapshotStore(directory, read_only=True)
+    meta = store.meta(version)
+    source = meta.get("config", {}).get("model", {}).get("source")
+    if not isinstance(source, str):
+        raise InputError(
+            f"{where}: the snapshot does not say which model it is of; give a model as teacher.source."
+        )
+    model = load_model(source, dtype=dtype)
+    params, meta = store.restore_params(int(meta["version"]), like=model.params)
+    return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
+
+
+def _check_vocabulary(where: str, teacher: Model, model: Model) -> None:
+    if teacher.tokenizer is None:
+        raise InputError(
+            f"{where} has no tokenizer, so nobody knows whether it reads the policy's tokens; add tokenizer.json."
+        )
+    mine, its = model.config.vocab_size, teacher.config.vocab_size
+    if mine != its:
+        raise InputError(
+            f"{where} has a vocabulary of {its} tokens, the policy ({model.source}) one of {mine}. A teacher must have the "
+            "tokenizer of the policy: choose one of the same family."
+        )
+    ours, theirs = model.tokenizer.vocabulary, teacher.tokenizer.vocabulary
+    if ours != theirs:
+        other = min(text for text, i in {*ours.items()} ^ {*theirs.items()})
+        raise InputError(
+            f"{where} has another tokenizer than the policy ({model.source}): token {other!r} is {theirs.get(other)} there and "
+            f"{ours.get(other)} here. Choose a teacher of the same family."
+        )
 
 
 def build_task(config: Config) -> Task:

@@ -57,6 +57,20 @@ class ModelSettings:
 
 
 @_section
+class TeacherSettings:
+    """A frozen model that the policy is trained towards, for objectives that read one (opd, gkd); same vocabulary."""
+
+    source: str | None = None  # as model.source; default: no teacher
+    snapshot: str | None = None  # instead of source: a run folder, or one version in it (RUN/snapshots/20)
+    dtype: DType | None = None  # of its parameters and products; default: model.dtype
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a teacher."""
+        return self.source is not None or self.snapshot is not None
+
+
+@_section
 class TaskSettings:
     name: str = "addition"  # a built-in task | reasoning_gym:FAMILY | jsonl:FILE
     args: dict[str, Any] = dataclasses.field(default_factory=dict)  # arguments of the task
@@ -188,6 +202,7 @@ class Config:
     seed: Seed = 0  # of sampling, shuffling and random initialisation
     objective: str | dict[str, Any] | list[Any] = "grpo"  # recipe | {recipe: …, args} | stages | module:name
     model: ModelSettings = dataclasses.field(default_factory=ModelSettings)
+    teacher: TeacherSettings = dataclasses.field(default_factory=TeacherSettings)
     task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
     rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
@@ -458,6 +473,8 @@ def _relations(c: Config) -> list[str]:
         )
     if not c.task.name.strip():
         out.append("task.name: is empty; give a task such as addition, reasoning_gym:FAMILY or jsonl:FILE.")
+    if c.teacher.source is not None and c.teacher.snapshot is not None:
+        out.append("teacher.source: teacher.snapshot names a whole model already; give one of the two.")
     rows = c.rollout.prompts * c.rollout.group_size
     if rows % c.learner.minibatches:
         out.append(

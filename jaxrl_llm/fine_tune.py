@@ -28,15 +28,15 @@ from jaxrl_llm.data.preferences import Pair, mismatched, pair_batch, pair_trajec
 from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, trajectory_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
-from jaxrl_llm.learner.score import fill_logprobs
+from jaxrl_llm.learner.score import fill_logprobs, teacher_needs
 from jaxrl_llm.learner.update import Metrics
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward
 from jaxrl_llm.models.load import Model
-from jaxrl_llm.objectives import build_objective, is_trust_region
-from jaxrl_llm.ops.logprobs import policy_output
+from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region
+from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -49,8 +49,10 @@ __all__ = ["RowSource", "SupervisedRun", "make_measure", "score_policy", "sft"]
 Row = Example | Pair
 Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
 
-_MEASURED = re.compile(r"loss|nll|entropy|pair_.*|reward_chosen|reward_rejected")
-_GIVEN = {"logprob_proximal", "logprob_reference", "reference_point"}  # what the loop fills beside the data
+_MEASURED = re.compile(r"loss|nll|entropy|divergence_teacher|pair_.*|reward_chosen|reward_rejected")
+# What the loop fills beside the data: a number a token, and lists of tokens.
+_GIVEN = {"logprob_proximal", "logprob_reference", "reference_point", "logprob_teacher"}
+_LISTED = {"topk_logprob_teacher"}
 
 
 # ------------------------------------------------------------------------------------------- policies
@@ -79,15 +81,21 @@ def make_measure(
     micro_batch_rows: int,
     chunk: int | None = None,
     policy: LearnerPolicy | None = None,
-) -> Callable[[Any, TokenBatch, dict[str, Any]], Metrics]:
+    teacher: ModelConfig | None = None,
+) -> Callable[..., Metrics]:
     """measure(params, batch, objective_state) -> metrics: the loss of a raw batch, without a gradient.
 
-    On-demand log-probs must be there; arguments as for `make_update_step`.
+    On-demand log-probs must be there; arguments as for `make_update_step`, the parameters of a teacher come last.
     """
     shards = batch_shards(mesh)
     wants_entropy = "entropy" in needed_fields(objective)
+    wants_lists = "topk_logprob" in needed_fields(objective)
+    divergence = teacher_needs(objective).divergence
 
-    def run(params: Any, batch: TokenBatch, state: dict[str, Any]) -> Metrics:
+    def run(params: Any, batch: TokenBatch, state: dict[str, Any], teacher_params: Any = None) -> Metrics:
+        head = None
+        if divergence is not None and teacher is not None:
+            head = TeacherHead(teacher_params, teacher.logits_dtype, divergence)
         batch, state = objective.prepare(batch, state)
         split, rebuild = micro_batches(pad_rows(batch, micro_batch_rows), micro_batch_rows, mesh)
 
@@ -97,7 +105,14 @@ def make_measure(
                 output = policy(params, micro)
             else:
                 output = policy_output(
-                    params, config, micro, entropy=wants_entropy, chunk=chunk, blocks=shards
+                    params,
+                    config,
+                    micro,
+                    entropy=wants_entropy,
+                    topk=wants_lists,
+                    chunk=chunk,
+                    blocks=shards,
+                    teacher=head,
                 )
             result = evaluate(objective, output, micro, state)
             return {**result.metrics, "loss": Mean(result.loss_sum, result.denominator)}
@@ -106,8 +121,8 @@ def make_measure(
 
     jitted = jax.jit(run)
 
-    def measure(params: Any, batch: TokenBatch, state: dict[str, Any]) -> Metrics:
-        return jitted(params, place_batch(batch, mesh), state)
+    def measure(params: Any, batch: TokenBatch, state: dict[str, Any], *teacher: Any) -> Metrics:
+        return jitted(params, place_batch(batch, mesh), state, *teacher)
 
     return measure
 
@@ -257,10 +272,14 @@ def _check_objective(objective: LossTransform, rows: Sequence[Row]) -> None:
 
     def dry_run() -> Any:
         zeros = jnp.zeros((2, 2), jnp.float32)
-        given = needed_fields(objective) & _GIVEN
+        given: dict[str, Any] = dict.fromkeys(needed_fields(objective) & _GIVEN, zeros)
+        lists = needed_fields(objective) & _LISTED
+        if lists:
+            given |= dict.fromkeys(lists, zeros[..., None]) | {"topk_ids": jnp.zeros((2, 2, 1), jnp.int32)}
         batch = TokenBatch.from_rows(zeros.astype(jnp.int32), zeros == 0, reward=zeros[:, 0])
-        batch, state = objective.prepare(batch.replace(**dict.fromkeys(given, zeros)), objective.init())
-        output = PolicyOutput(logprob=zeros, entropy=zeros, value=zeros)
+        batch, state = objective.prepare(batch.replace(**given), objective.init())
+        output = PolicyOutput(logprob=zeros, entropy=zeros, value=zeros, divergence=zeros)
+        output = output.replace(topk_logprob=zeros[..., None]) if lists else output
         return evaluate(objective, output, batch, state)
 
     try:
@@ -280,6 +299,7 @@ class SupervisedRun(BaseRun):
     def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
         objective = build_objective(config.objective)
         self.pairs = takes_pairs(objective)
+        check_teacher(objective, config.teacher.given)
         self._check_settings(config)
         rows, self.held_out = _read(config, self.pairs)
         _check_objective(objective, rows)
@@ -316,6 +336,7 @@ class SupervisedRun(BaseRun):
             micro_batch_rows=config.learner.micro_batch_rows,
             chunk=config.learner.head_chunk,
             policy=policy,
+            teacher=self.teacher_config,
         )
 
     def _check_settings(self, config: Config) -> None:
@@ -387,8 +408,8 @@ class SupervisedRun(BaseRun):
             part = fitting[start : start + size]
             if "reference_point" in self.needed and len(part) < 2:
                 continue  # KTO's point needs the answer of another
-            batch = fill_logprobs(self._batch(part), self.state, self.score, self.needed)
-            metrics = self.measure(self.state.params, batch, self.state.objective_state)
+            batch = fill_logprobs(self._batch(part), self.state, self.score, self.needed, teach=self.teach)
+            metrics = self.measure(self.state.params, batch, self.state.objective_state, *self.taught)
             total = {k: total[k] + m if k in total else m for k, m in metrics.items()}
             if on_progress is not None:
                 on_progress(min(start + size, len(fitting)), len(fitting))

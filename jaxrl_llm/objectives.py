@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import recipes, transforms
 from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.learner.score import TeacherNeeds, teacher_needs
 from jaxrl_llm.transforms import LossTransform
 from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
@@ -23,7 +24,18 @@ FILLED = frozenset(
     rewards baseline_reward agent topk_logprob_behavior""".split()
 )
 
-__all__ = ["FILLED", "build_objective", "check_trainable", "is_trust_region", "uses_groups"]
+# From a teacher, where the config has one.
+TAUGHT = frozenset({"batch.logprob_teacher", "batch.topk_logprob_teacher", "loss.divergence"})
+
+__all__ = [
+    "FILLED",
+    "TAUGHT",
+    "build_objective",
+    "check_teacher",
+    "check_trainable",
+    "is_trust_region",
+    "uses_groups",
+]
 
 
 def build_objective(spec: str | Mapping[str, Any] | list[Any]) -> LossTransform:
@@ -61,9 +73,10 @@ def is_trust_region(spec: Any) -> bool:
 
 
 def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)) -> None:
-    """Refuses an objective that reads what a rollout and the learner do not give (a teacher, a given advantage).
+    """Refuses an objective that reads what a rollout and the learner do not give (a given advantage, say).
 
-    The objective is traced over a batch with the fields that the loop fills; nothing is computed.
+    The objective is traced over a batch with the fields that the loop fills; nothing is computed. Whether there is the
+    teacher that it reads is for `check_teacher`.
 
     Args:
       parts: names of the rewards that the task gives (`rollout.checks.reward_parts`).
@@ -72,8 +85,9 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
       InputError: names the stage and the field, or the part of the reward.
     """
     needed = transforms.needed_fields(objective)
-    filled = needed & FILLED
-    listed = {"topk_logprob_behavior", "topk_logprob_proximal"} & needed  # by the sampler, by the learner
+    filled = needed & (FILLED | {"logprob_teacher"})
+    # By the sampler, by the learner, by the teacher.
+    listed = {"topk_logprob_behavior", "topk_logprob_proximal", "topk_logprob_teacher"} & needed
 
     def dry_run() -> LossOutput:
         tokens = jnp.zeros((2, 2), jnp.int32)
@@ -85,7 +99,7 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
         given |= {"agent": tokens} if "agent" in filled else {}
         given |= {"rewards": dict.fromkeys(parts, zeros)} if "rewards" in filled else {}
         batch = batch.replace(**given)
-        output = PolicyOutput(logprob=zeros, entropy=zeros)
+        output = PolicyOutput(logprob=zeros, entropy=zeros, divergence=zeros)
         if listed:
             lists = zeros[..., None]
             batch = batch.replace(topk_ids=lists.astype(jnp.int32), **dict.fromkeys(listed, lists))
@@ -98,6 +112,34 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
         jax.eval_shape(dry_run)
     except ValueError as error:
         raise InputError(f"objective: {error} The training loop does not provide it.") from None
+
+
+def check_teacher(objective: LossTransform, given: bool) -> TeacherNeeds:
+    """What an objective reads of its teacher.
+
+    Args:
+      given: whether there is a teacher.
+
+    Raises:
+      InputError: it reads one and none is given, none and one is given, or two things that exclude each other.
+    """
+    try:
+        wanted = teacher_needs(objective)
+    except ValueError as error:
+        raise InputError(f"objective: {error}") from None
+    if wanted and not given:
+        reads = {info.name: [transforms.Need(r).key for r in info.reads] for info in objective.info}
+        stage, field = next((name, key) for name, keys in reads.items() for key in keys if key in TAUGHT)
+        raise InputError(
+            f"objective: {stage} reads {field}, and the config has no teacher. Set teacher.source to a model with the "
+            "same vocabulary, or teacher.snapshot to a run folder."
+        )
+    if given and not wanted:
+        raise InputError(
+            "teacher: no stage of the objective reads a teacher. Leave it out, or use opd, gkd, or a chain with "
+            "distill_advantage, imitate or penalize_kl(anchor=teacher)."
+        )
+    return wanted
 
 
 def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

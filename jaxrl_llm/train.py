@@ -40,6 +40,7 @@ from jaxrl_llm.assembly import (
     build_task,
     configured_model,
     held_out_items,
+    configured_teacher,
     prompt_room,
     sampling_params,
 )
@@ -54,7 +55,14 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
-from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, topk_size
+from jaxrl_llm.learner.score import (
+    fill_logprobs,
+    make_score,
+    make_score_lists,
+    make_score_teacher,
+    teacher_needs,
+    topk_size,
+)
 from jaxrl_llm.learner.state import finish_train_step, init_state, move_reference, reset_reference
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
@@ -62,7 +70,13 @@ from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.formats.progress import reporting
 from jaxrl_llm.models.load import Model
-from jaxrl_llm.objectives import build_objective, check_trainable, is_trust_region, uses_groups
+from jaxrl_llm.objectives import (
+    build_objective,
+    check_teacher,
+    check_trainable,
+    is_trust_region,
+    uses_groups,
+)
 from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect
 from jaxrl_llm.rollout.evaluate import evaluate
@@ -116,6 +130,10 @@ def merge_updates(updates: list[dict[str, Mean]]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------- the run
 
 
+def _named(digest: str | None) -> str:
+    return "no teacher" if digest is None else f"a teacher with the digest {digest[:12]}…"
+
+
 class Source(Protocol):
     """Where the data of a run comes from; resumable at any step."""
 
@@ -149,6 +167,8 @@ class BaseRun(abc.ABC):
         self.config, self.folder, self.objective = config, folder, objective
         self.needed = frozenset(need.field for need in needs(objective) if need.record == "batch")
         self.mesh = build_mesh(config)
+        wanted = teacher_needs(objective)
+        teacher = configured_teacher(config, model, self.mesh)
         learner = config.learner
         rows, remat = learner.micro_batch_rows, REMAT[learner.remat]
         o = config.optimizer
@@ -177,6 +197,7 @@ class BaseRun(abc.ABC):
                     chunk=learner.head_chunk,
                     entropy=entropy,
                     policy=policy,
+                    teacher=None if teacher is None else teacher.config,
                 )
         except ValueError as error:
             raise InputError(f"learner: {error}") from None
@@ -198,6 +219,23 @@ class BaseRun(abc.ABC):
         self.score = make_score(
             model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
         )
+        self.teacher_config = None if teacher is None else teacher.config
+        self.teacher_digest = None if teacher is None else teacher.digest
+        self.teach: Callable[[TokenBatch], TokenBatch] | None = None
+        self.taught: tuple[Any, ...] = ()  # what an update takes besides: the teacher's parameters
+        if teacher is not None:
+            try:
+                score_teacher = make_score_teacher(
+                    teacher.config,
+                    wanted,
+                    self.mesh,
+                    micro_batch_rows=learner.micro_batch_rows,
+                    chunk=learner.head_chunk,
+                )
+            except ValueError as error:
+                raise InputError(f"objective: {error}") from None
+            self.teach = functools.partial(score_teacher, teacher.params)
+            self.taught = () if wanted.divergence is None else (teacher.params,)
         self.score_lists = None
         if listed := topk_size(self.objective):
             try:
@@ -292,7 +330,7 @@ class BaseRun(abc.ABC):
         begin = time.perf_counter()
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
-        batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists)
+        batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists, self.teach)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
         scored = time.perf_counter()
@@ -306,7 +344,7 @@ class BaseRun(abc.ABC):
                 of_critic: dict[str, Mean] = {}
                 if self.has_critic:
                     self.state, of_critic = self.critic_step(self.state, minibatch)
-                self.state, metrics = self.update(self.state, minibatch)
+                self.state, metrics = self.update(self.state, minibatch, *self.taught)
                 updates.append(metrics | of_critic)
         self.state = self.renew_reference(finish_train_step(self.state))
         jax.block_until_ready(self.state.params)
@@ -331,6 +369,7 @@ class BaseRun(abc.ABC):
             "cursor": cursor,
             "config": as_data(self.config),
             "model": self.digest,
+            "teacher": self.teacher_digest,  # frozen, so that a snapshot names it and does not hold it
             "jaxrl_llm": __version__,
             "jax": jax.__version__,
             "fingerprint": fingerprint(self.state.params),
@@ -348,6 +387,12 @@ class BaseRun(abc.ABC):
                 f"files have SHA-256 {self.digest[:12]}…, the run began with {meta['model'][:12]}…). Give the path of "
                 "the original, or start another run."
             )
+        began = meta.get("teacher")
+        if began != self.teacher_digest:
+            raise InputError(
+                f"teacher: this run began with {_named(began)} and now has {_named(self.teacher_digest)}. Give the "
+                "original, or start another run."
+            )
         self.source.restore(meta["cursor"])
         self.snapshots.discard_after(self.version)
 
@@ -362,6 +407,7 @@ class Run(BaseRun):
                 "objective: it compares pairs of given answers, which a rollout does not have. Train it with "
                 "`jaxrl sft` on a preference file (data.path)."
             )
+        check_teacher(objective, config.teacher.given)
         task = build_task(config)
         self.parts = reward_parts(task) if "rewards" in needed_fields(objective) else ()
         check_trainable(objective, self.parts)

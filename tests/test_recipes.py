@@ -25,6 +25,7 @@ EXTRA = {  # what a preference loss is made of
     "ppo": {"batch.value", "batch.logprob_proximal"},
     "trpo": {"batch.logprob_proximal"},
     "opd": {"batch.logprob_teacher"},
+    "gkd": {"loss.divergence(kind=jsd, beta=0.5)"},
     "simko": {
         "batch.logprob_proximal",
         "batch.topk_ids(k=3)",

@@ -1,26 +1,52 @@
-"""Log-probs without gradients, for the policies that an objective compares with: proximal and reference."""
+"""Log-probs without gradients, for the policies that an objective compares with: proximal, reference and teacher."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
+from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.ops.logprobs import likeliest_tokens, policy_output
+from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
 
-__all__ = ["Score", "ScoreLists", "fill_logprobs", "make_score", "make_score_lists", "topk_size"]
+__all__ = [
+    "Score",
+    "ScoreLists",
+    "TeacherNeeds",
+    "fill_logprobs",
+    "make_score",
+    "make_score_lists",
+    "make_score_teacher",
+    "teacher_needs",
+    "topk_size",
+]
 
 Array = jax.Array
 Score = Callable[[Any, TokenBatch], Array]
 ScoreLists = Callable[[Any, TokenBatch], TokenBatch]
+
+
+def _by_rows(
+    one: Callable[[Any, TokenBatch], Any], mesh: Mesh | None, micro_batch_rows: int | None
+) -> Callable[[Any, TokenBatch], Any]:
+    """run(params, batch), jitted: `one(params, micro-batch)`, the rows of its results put together again."""
+
+    def run(params, batch):
+        B = batch.shape[0]
+        rows = micro_batch_rows or B
+        split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
+        out = jax.lax.map(lambda slices: one(params, rebuild(slices)), split)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:B], out)
+
+    return jax.jit(run)
 
 
 def make_score(
@@ -44,18 +70,10 @@ def make_score(
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
-    def run(params, batch):
-        B = batch.shape[0]
-        rows = micro_batch_rows or B
-        split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
+    def one(params, micro):
+        return policy_output(params, config, micro, chunk=chunk, blocks=shards).logprob
 
-        def one(slices):
-            return policy_output(params, config, rebuild(slices), chunk=chunk, blocks=shards).logprob
-
-        out = jax.lax.map(one, split)
-        return out.reshape(-1, out.shape[-1])[:B]
-
-    jitted = jax.jit(run)
+    jitted = _by_rows(one, mesh, micro_batch_rows)
 
     def score(params: Any, batch: TokenBatch) -> Array:
         rows = batch.shape[0]
@@ -68,6 +86,14 @@ def topk_size(objective: LossTransform) -> int:
     """K of the lists of tokens that an objective reads; 0 when it reads none."""
     sizes = [int(need.arguments.get("k", 0)) for need in needs(objective) if need.key == "batch.topk_ids"]
     return max(sizes, default=0)
+
+
+def _check_list(config: ModelConfig, k: int) -> None:
+    if not 1 <= k <= config.vocab_size:
+        raise ValueError(
+            f"k={k}: a list of the likeliest tokens holds between 1 and {config.vocab_size} tokens, the vocabulary "
+            f"of the model."
+        )
 
 
 def make_score_lists(
@@ -86,29 +112,14 @@ def make_score_lists(
     Raises:
       ValueError: k is not between 1 and the size of the vocabulary.
     """
-    if not 1 <= k <= config.vocab_size:
-        raise ValueError(
-            f"k={k}: a list of the likeliest tokens holds between 1 and {config.vocab_size} tokens, the vocabulary "
-            f"of the model."
-        )
+    _check_list(config, k)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
-    def run(params, batch):
-        B = batch.shape[0]
-        rows = micro_batch_rows or B
-        split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
+    def one(params, micro):
+        return _listed(params, config, micro, k, chunk, shards)
 
-        def one(slices):
-            micro = rebuild(slices)
-            if micro.topk_ids is None:
-                return likeliest_tokens(params, config, micro, k, chunk=chunk, blocks=shards)
-            out = policy_output(params, config, micro, topk=True, chunk=chunk, blocks=shards)
-            return out.logprob, micro.topk_ids, out.topk_logprob
-
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:B], jax.lax.map(one, split))
-
-    jitted = jax.jit(run)
+    jitted = _by_rows(one, mesh, micro_batch_rows)
 
     def score_lists(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
@@ -121,12 +132,121 @@ def make_score_lists(
     return score_lists
 
 
+def _listed(
+    params: Any, config: ModelConfig, batch: TokenBatch, k: int, chunk: int | None, shards: int
+) -> tuple[Array, Array, Array]:
+    """(log-prob of each token, ids of a list of others, their log-probs): the batch's own list, else the likeliest."""
+    if batch.topk_ids is None:
+        return likeliest_tokens(params, config, batch, k, chunk=chunk, blocks=shards)
+    out = policy_output(params, config, batch, topk=True, chunk=chunk, blocks=shards)
+    assert out.topk_logprob is not None  # it was asked for
+    return out.logprob, batch.topk_ids, out.topk_logprob
+
+
+# ------------------------------------------------------------------------------------------ teacher
+
+
+class TeacherNeeds(NamedTuple):
+    """What an objective reads of a teacher; falsy when it is nothing."""
+
+    logprob: bool  # of the sampled tokens
+    k: int  # size of the lists of its likeliest tokens, 0 = none
+    divergence: Divergence | None  # over the whole vocabulary
+
+    def __bool__(self) -> bool:
+        return self.logprob or bool(self.k) or self.divergence is not None
+
+
+def teacher_needs(objective: LossTransform) -> TeacherNeeds:
+    """What an objective reads of a teacher.
+
+    Raises:
+      ValueError: it reads two divergences over the vocabulary, or lists of the likeliest tokens of a teacher and of
+        another policy: a batch holds one of each.
+    """
+    found = needs(objective)
+    fields = {need.field for need in found if need.record == "batch"}
+    divergences = sorted(
+        {
+            Divergence(need.arguments.get("kind", "forward"), float(need.arguments.get("beta", 0.5)))
+            for need in found
+            if need.key == "loss.divergence"
+        }
+    )
+    if len(divergences) > 1:
+        shown = " and ".join(f"kind={d.kind!r}, beta={d.beta:g}" for d in divergences)
+        raise ValueError(
+            f"the objective reads two divergences from the teacher over the vocabulary ({shown}), and a forward pass "
+            'gives one. Keep one of them, or take the other over="topk".'
+        )
+    listed = "topk_logprob_teacher" in fields
+    others = sorted(fields & {"topk_logprob_behavior", "topk_logprob_proximal"})
+    if listed and others:
+        raise ValueError(
+            f"the objective reads topk_logprob_teacher, over the teacher's likeliest tokens, and {others[0]}, over those "
+            'of another policy; a batch holds one list a token. Take the teacher over="vocabulary".'
+        )
+    return TeacherNeeds(
+        "logprob_teacher" in fields,
+        max(topk_size(objective), 1) if listed else 0,
+        divergences[0] if divergences else None,
+    )
+
+
+def make_score_teacher(
+    config: ModelConfig,
+    wanted: TeacherNeeds,
+    mesh: Mesh | None = None,
+    *,
+    micro_batch_rows: int | None = None,
+    chunk: int | None = None,
+) -> ScoreLists:
+    """score_teacher(params, batch) -> batch with what is wanted of the teacher with these parameters.
+
+    logprob_teacher f32[B, T]; topk_ids and topk_logprob_teacher [B, T, K], its likeliest tokens (or its log-probs at the
+    lists that the batch has); hidden_teacher [B, T, E], from which the update takes a divergence over the vocabulary.
+    The temperature is that of training. The arguments are those of `make_score`, `config` is the teacher's.
+
+    Raises:
+      ValueError: the lists are larger than the vocabulary.
+    """
+    if wanted.k:
+        _check_list(config, wanted.k)
+    shards = batch_shards(mesh)
+    check_micro_batch_rows(micro_batch_rows, shards)
+
+    def one(params, micro):
+        out = {}
+        if wanted.k:
+            logprob, ids, listed = _listed(params, config, micro, wanted.k, chunk, shards)
+            out = {"topk_ids": ids, "topk_logprob_teacher": listed, "logprob_teacher": logprob}
+        elif wanted.logprob:
+            out = {
+                "logprob_teacher": policy_output(params, config, micro, chunk=chunk, blocks=shards).logprob
+            }
+        if wanted.divergence is not None:
+            out["hidden_teacher"] = hidden_states(params, config, micro)
+        return out
+
+    jitted = _by_rows(one, mesh, micro_batch_rows)
+
+    def score_teacher(params: Any, batch: TokenBatch) -> TokenBatch:
+        rows = batch.shape[0]
+        inputs = dataclasses.replace(always_given(batch), topk_ids=batch.topk_ids if wanted.k else None)
+        return dataclasses.replace(
+            batch, **{name: x[:rows] for name, x in jitted(params, place_batch(inputs, mesh)).items()}
+        )
+
+    return score_teacher
+
+
 def fill_logprobs(
     batch: TokenBatch,
     state: LearnerState,
     score: Score,
     needed: Collection[str],
     score_lists: ScoreLists | None = None,
+    teach: Callable[[TokenBatch], TokenBatch] | None = None,
 ) -> TokenBatch:
     """Fills the on-demand log-probs that an objective needs, and no others.
 
@@ -140,12 +260,21 @@ def fill_logprobs(
       needed: `needed_fields(objective)`.
       score_lists: from `make_score_lists`, when `topk_size(objective)` is not 0. It fills topk_logprob_proximal (and
         topk_ids, where the rollout gave none). topk_logprob_behavior can only come from the rollout.
+      teach: from `make_score_teacher`, bound to the parameters of the teacher, when `teacher_needs(objective)`.
 
     Raises:
       ValueError: the objective needs the reference and the state has none, or it needs a field that only the
         rollout can give and the batch does not have.
     """
     known = {name for name in needed if hasattr(batch, name)}
+    if teach is not None:
+        filled = teach(batch)
+        kept = {
+            name: x
+            for name in ("logprob_teacher", "topk_logprob_teacher")
+            if (x := getattr(batch, name)) is not None
+        }
+        batch = dataclasses.replace(filled, **kept)
     lists = "topk_logprob_proximal" in known and batch.topk_logprob_proximal is None
     if lists and score_lists is not None:
         filled = score_lists(state.params, batch)

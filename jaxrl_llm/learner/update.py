@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.learner.optimizer import applied_learning_rate
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
+from jaxrl_llm.learner.score import teacher_needs
 from jaxrl_llm.learner.share import coefficients, gradient_share
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.ops.logprobs import policy_output
+from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
@@ -92,6 +93,7 @@ def make_update_step(
     entropy: bool = True,
     rules: Rules = DEFAULT_RULES,
     policy: Policy | None = None,
+    teacher: ModelConfig | None = None,
     donate: bool = True,
 ) -> UpdateStep:
     """Builds step(state, batch) -> (state, metrics), one jitted optimiser step.
@@ -120,6 +122,9 @@ def make_update_step(
       rules: logical axis -> mesh axis.
       policy: replaces the decoder: policy(params, micro_batch) -> PolicyOutput. For tests and for models of
         one's own.
+      teacher: config of the teacher, for an objective that reads a divergence over the vocabulary. Its parameters are
+        then a third argument, step(state, batch, teacher_params), and the batch has hidden_teacher: the teacher's
+        decoder ran once for all updates (`learner.score.make_score_teacher`), here only its output head does.
       donate: False keeps the state that was passed in alive, at the price of a second copy.
 
     Returns:
@@ -133,17 +138,29 @@ def make_update_step(
         ratio_min, ratio_max smallest and largest current / anchor of a trained token; the anchor is the proximal
                              policy where the batch has its log-probs, else the behavior policy
         share_…              which prompts and lengths the update listens to, see `learner.share`
+
+    Raises:
+      ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
     """
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
+    divergence = teacher_needs(objective).divergence if policy is None else None
+    if divergence is not None and teacher is None:
+        raise ValueError(
+            "make_update_step: the objective reads a divergence from a teacher; give the teacher's config as teacher=, "
+            "and its parameters with each step."
+        )
 
     accumulate = policy is None and remat is True
 
-    def run_policy(params, micro, gradient_sums=None):
+    def run_policy(params, micro, teacher_params, gradient_sums=None):
         if policy is not None:
             return policy(params, micro)
+        head = None
+        if divergence is not None and teacher is not None:
+            head = TeacherHead(teacher_params, teacher.logits_dtype, divergence)
         return policy_output(
             params,
             config,
@@ -154,12 +171,15 @@ def make_update_step(
             chunk=chunk,
             blocks=shards,
             gradient_sums=gradient_sums,
+            teacher=head,
         )
 
     def pinned(tree, shardings):
         return tree if mesh is None else jax.lax.with_sharding_constraint(tree, shardings)
 
-    def update(state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
+    def update(
+        state: LearnerState, batch: TokenBatch, teacher_params: Any = None
+    ) -> tuple[LearnerState, Metrics]:
         shardings = None if mesh is None else state_shardings(state, optimizer, config, mesh, rules)
         param_shardings = None if shardings is None else shardings.params
         rows = micro_batch_rows or batch.shape[0]
@@ -168,7 +188,7 @@ def make_update_step(
 
         def loss_sum(params, slices, gradient_sums=None):
             micro = rebuild(slices)
-            output = run_policy(params, micro, gradient_sums)
+            output = run_policy(params, micro, teacher_params, gradient_sums)
             result = evaluate(objective, output, micro, state.objective_state)
             coefficient = coefficients(objective, output, micro, state.objective_state)
             return result.loss_sum, (result, ratio_extremes(output, micro), coefficient)
@@ -227,13 +247,16 @@ def make_update_step(
 
 @dataclasses.dataclass(frozen=True)
 class UpdateStep:
-    """step(state, batch) -> (state, metrics); see `make_update_step`."""
+    """step(state, batch) -> (state, metrics), and with a teacher step(state, batch, its parameters).
+
+    See `make_update_step`.
+    """
 
     jitted: Any  # the jitted function, for callers that want to lower or compile it themselves
     mesh: Mesh | None
 
-    def __call__(self, state: LearnerState, batch: TokenBatch) -> tuple[LearnerState, Metrics]:
-        return self.jitted(state, place_batch(batch, self.mesh))
+    def __call__(self, state: LearnerState, batch: TokenBatch, *teacher: Any) -> tuple[LearnerState, Metrics]:
+        return self.jitted(state, place_batch(batch, self.mesh), *teacher)
 
 
 def ratio_extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:

@@ -210,7 +210,8 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
     logprob, lse, entropy, divergence, *lists = (_take(_unchunked(x), inverse) for x in outputs)
     logprob, entropy, divergence = (jnp.where(active_RM, x, 0.0) for x in (logprob, entropy, divergence))
     lists = [jnp.where(active_RM[..., None], x, jnp.zeros((), x.dtype)) for x in lists]
-    output = HeadOutput(logprob, entropy, *lists, *[None] * (2 - len(lists)), divergence)
+    topk_logprob, topk_ids = [*lists, None, None][:2]
+    output = HeadOutput(logprob, entropy, topk_logprob, topk_ids, divergence)
     residuals = (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, lse, entropy)
     return output, residuals
 

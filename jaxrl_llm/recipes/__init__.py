@@ -33,7 +33,7 @@ from jaxrl_llm.recipes.clipped import dapo, dr_grpo, gmpo, grpo, gspo, gspo_toke
 from jaxrl_llm.recipes.gated import cispo, dppo, prime_rl, sapo, simko
 from jaxrl_llm.recipes.pairs import cdpo, dpo, hinge, ipo, kto, orpo, reward_model, robust_dpo, simpo
 from jaxrl_llm.recipes.stale import decoupled_ppo, icepop, m2po
-from jaxrl_llm.recipes.teachers import opd, sft
+from jaxrl_llm.recipes.teachers import gkd, opd, sft
 
 __all__ = [
     "RECIPES",
@@ -45,6 +45,7 @@ __all__ = [
     "dppo",
     "dr_grpo",
     "gdpo",
+    "gkd",
     "gmpo",
     "gpg",
     "grpo",

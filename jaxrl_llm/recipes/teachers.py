@@ -15,25 +15,33 @@ from jaxrl_llm.transforms import (
     normalize_by_token,
     token_ratio,
 )
+from jaxrl_llm.transforms.checks import number
 
-__all__ = ["opd", "sft"]
+__all__ = ["gkd", "opd", "sft"]
 
 
-@recipe(kind=Needs("over", "topk or vocabulary", lambda over: over != "sampled"))
+@recipe(
+    kind=Needs("over", "topk or vocabulary", lambda over: over != "sampled"),
+    k=Needs("over", "topk", lambda over: over == "topk"),
+)
 def opd(
-    coef: float = 1.0, over: str = "sampled", kind: str = "reverse", entropy_coef: float | None = 0.0
+    coef: float = 1.0,
+    over: str = "sampled",
+    kind: str = "reverse",
+    k: int = 64,
+    entropy_coef: float | None = 0.0,
 ) -> LossTransform:
     """On-policy distillation: the policy's own answers, judged token by token by a teacher (arXiv 2306.13649):
     l_t = -A_t r_t, A_t = coef (log teacher_t - log behavior_t), r_t = π_t / behavior_t; mean over tokens.
 
     over="sampled" is that, not clipped (tinker's importance sampling, which sums): the reverse KL by policy gradient,
     from one log-prob a token. over="topk" or "vocabulary": the divergence itself, `imitate` with this kind (forward,
-    reverse, jsd).
+    reverse, jsd), over the teacher's k likeliest tokens and the rest as one, or over all.
     """
     if over != "sampled":
         return policy_gradient(
             normalize=normalize_by_token(),
-            surrogate=imitate(coef, kind=kind, over=over),
+            surrogate=imitate(coef, kind=kind, over=over, k=k),
             entropy_coef=entropy_coef,
         )
     return policy_gradient(
@@ -41,6 +49,25 @@ def opd(
         normalize=normalize_by_token(),
         ratio=token_ratio(anchor="behavior"),
         surrogate=clip_surrogate(low=math.inf, high=math.inf),
+        entropy_coef=entropy_coef,
+    )
+
+
+@recipe()
+def gkd(beta: float = 0.5, coef: float = 1.0, entropy_coef: float | None = 0.0) -> LossTransform:
+    """Generalised knowledge distillation (arXiv 2306.13649, eq. 1 and 4): l_t = coef JSD_β(teacher_t, π_t) over the
+    whole vocabulary, JSD_β = β KL(T ‖ M) + (1 - β) KL(π ‖ M), M = (1 - β) π + β T; mean over tokens.
+
+    beta=0 is KL(T ‖ π) and beta=1 KL(π ‖ T), as in TRL, whose default 0.5 this is; towards the ends JSD_β itself
+    vanishes with β or 1 - β. On the policy's own answers it is the paper's λ = 1, on given ones (`jaxrl sft`) λ = 0; a
+    mixture of both (TRL: half of the batches) is left out.
+    """
+    number("gkd", "beta", beta, low=0.0, high=1.0)
+    kind = "forward" if beta == 0 else "reverse" if beta == 1 else "jsd"
+    arguments = {"beta": beta} if kind == "jsd" else {}
+    return policy_gradient(
+        normalize=normalize_by_token(),
+        surrogate=imitate(coef, kind=kind, **arguments),
         entropy_coef=entropy_coef,
     )
 

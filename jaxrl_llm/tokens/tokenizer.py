@@ -245,6 +245,11 @@ class Tokenizer:
         """Text of ids; bytes that are not valid UTF-8 become U+FFFD."""
         return self._plain.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """{token: id}, added tokens included."""
+        return dict(self._vocabulary)
+
     def token_id(self, text: str) -> int | None:
         """Id of one entry of the vocabulary, None if it is not there."""
         return self._vocabulary.get(text)

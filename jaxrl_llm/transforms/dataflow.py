@@ -56,6 +56,12 @@ HOW_TO_FILL = {
     "PolicyOutput(logprob=..., topk_logprob=...).",
     "topk_logprob_proximal": "Score the batch with the learner before `prepare` (learner.score.make_score_lists; the "
     "train loop does so when `needs` lists it), or set batch.replace(topk_logprob_proximal=...).",
+    "logprob_teacher": "Score the batch with the teacher before `prepare` (learner.score.make_score_teacher; the train "
+    "loop does so with a teacher in the config), or set batch.replace(logprob_teacher=...).",
+    "topk_logprob_teacher": "Score the batch with the teacher before `prepare` (learner.score.make_score_teacher; the "
+    "train loop does so with a teacher in the config), or set batch.replace(topk_ids=..., topk_logprob_teacher=...).",
+    "divergence": "Ask the forward pass for it: ops.logprobs.policy_output(..., teacher=TeacherHead(...)), or evaluate "
+    "with PolicyOutput(logprob=..., divergence=...).",
     "topk_logprob_behavior": "Record it while sampling and set batch.replace(topk_ids=..., topk_logprob_behavior=...), "
     'or take the lists of the proximal policy: anchor="proximal".',
 }

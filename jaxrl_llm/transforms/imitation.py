@@ -15,12 +15,11 @@ from jaxrl_llm.transforms.penalty import own_count
 
 __all__ = ["imitate"]
 
-KINDS = ("forward", "reverse", "jsd")
-
 
 def _reads(a) -> tuple[str, ...]:
     if a["over"] == "topk":
-        return ("loss.topk_logprob", "batch.topk_logprob_teacher", "batch.topk_ids", *own_count(a))
+        lists = ("loss.topk_logprob", "batch.topk_logprob_teacher", f"batch.topk_ids(k={a['k']})")
+        return (*lists, *own_count(a))
     beta = f", beta={a['beta']}" if a["kind"] == "jsd" else ""
     return (f"loss.divergence(kind={a['kind']}{beta})", *own_count(a))
 
@@ -33,6 +32,7 @@ def imitate(
     beta: float = 0.5,
     rest: bool = True,
     floor: float = -80.0,
+    k: int = 64,
     normalize: LossTransform | None = None,
     *,
     name: str,
@@ -42,15 +42,16 @@ def imitate(
     kind="forward": KL(T ‖ S) (covers the teacher's modes; with tokens of the teacher, soft-label fine-tuning);
     "reverse": KL(S ‖ T) (seeks them); "jsd": β KL(T ‖ M) + (1 - β) KL(S ‖ M), M = (1 - β) S + β T (GKD, arXiv
     2306.13649; TRL's β = 0 is "forward", β = 1 "reverse").
-    over="vocabulary": D comes ready made from the forward pass, as `loss.divergence`. over="topk": it is summed here
-    over the teacher's K most likely tokens (`batch.topk_ids`, `batch.topk_logprob_teacher`, and `loss.topk_logprob`
-    of the policy at the same ids); rest=True adds all other tokens as one, which makes it a true divergence, ≥ 0 and
+    over="vocabulary": D comes ready made from the forward pass, as `loss.divergence`: `ops.logprobs` takes it chunk by
+    chunk, from the logits of both. over="topk": it is summed here over the teacher's K = k most likely tokens (NeMo-RL:
+    64; `batch.topk_ids`, `batch.topk_logprob_teacher`, and `loss.topk_logprob` of the policy at the same ids; the size
+    of lists that are given counts); rest=True adds all other tokens as one, which makes it a true divergence, ≥ 0 and
     no larger than that over the vocabulary. rest=False sums over the K alone, not renormalised, as verl and NeMo do;
     it may be negative, and kind="reverse" then rewards leaving the K. `floor` (nats) bounds each log-prob from below
     (verl: -10); no clamp of the sum (verl: 0 to 10). Metric: `divergence_teacher`.
     """
     checks.number("imitate", "coef", coef)
-    checks.choice("imitate", "kind", kind, KINDS)
+    checks.choice("imitate", "kind", kind, divergences.KINDS)
     checks.choice("imitate", "over", over, ("vocabulary", "topk"))
     checks.number("imitate", "beta", beta, low=0.0, high=1.0)
     if kind == "jsd" and not isinstance(beta, jax.core.Tracer) and beta in (0, 1):
@@ -59,6 +60,7 @@ def imitate(
             f'kind="reverse" (beta 1).'
         )
     checks.number("imitate", "floor", floor, high=0.0)
+    checks.number("imitate", "k", k, low=1)
 
     def over_top(loss, batch):
         at = batch.mask[..., None]
@@ -73,9 +75,7 @@ def imitate(
         if rest:
             student, teacher = divergences.with_rest(student), divergences.with_rest(teacher)
         student, teacher = jnp.maximum(student, floor), jnp.maximum(teacher, floor)
-        if kind == "jsd":
-            return divergences.jensen_shannon(student, teacher, beta)
-        return (divergences.forward_kl if kind == "forward" else divergences.reverse_kl)(student, teacher)
+        return divergences.Divergence(kind, beta).value(student, teacher)
 
     def value(loss, batch):
         divergence = require(name, loss, "divergence") if over == "vocabulary" else over_top(loss, batch)
