@@ -9,14 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Prompt, StopReason
 
 __all__ = ["Completion", "SamplerStats", "SamplingParams", "TokenSampler", "as_prompts"]
+
+
+_MOST = 2**31 - 1  # counts are i32 on the device
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text that is not empty and can be encoded (no half of a surrogate pair)."""
+    return isinstance(value, str) and value.encode(errors="ignore") == value.encode(errors="replace") != b""
+
+
+def _is_list(value: Any, good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and all(good(entry) for entry in value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,28 +74,49 @@ class SamplingParams:
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "suppress_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.stop_ids is not None:
-            object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
-        rules: tuple[tuple[str, bool, str], ...] = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+        for name in ("stop", "suppress_ids", "stop_ids"):
+            if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), bytes):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+        def count(name: str, least: int) -> bool:
+            value = getattr(self, name)
+            return is_integer(value) and least <= value <= _MOST
+
+        def number(name: str, good: Callable[[float], bool]) -> bool:
+            value = getattr(self, name)
+            return _is_number(value) and good(value)
+
+        ids = "a list of token ids"
+        # Called one after the other, since a later rule builds on an earlier one.
+        rules: tuple[tuple[str, Callable[[], bool], str], ...] = (
+            ("max_tokens", lambda: count("max_tokens", 1), "at least 1 (an integer, less than 2**31)"),
             (
                 "temperature",
-                self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
+                lambda: number("temperature", lambda t: t == 0 or 1e-3 <= t <= 1e3),
                 "0 (greedy) or in [0.001, 1000]",
             ),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
-            ("n", self.n >= 1, "at least 1"),
-            ("top_logprobs", self.top_logprobs >= 0, "0 (off) or a positive count"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in [0, max_tokens={self.max_tokens}]"),
-            ("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            ("top_p", lambda: number("top_p", lambda p: 0 < p <= 1), "in (0, 1]; 1 turns it off"),
+            ("top_k", lambda: count("top_k", 0), "0 (off) or a positive count"),
+            ("min_p", lambda: number("min_p", lambda p: 0 <= p <= 1), "in [0, 1]; 0 turns it off"),
+            ("n", lambda: count("n", 1), "at least 1 (an integer, less than 2**31)"),
+            ("top_logprobs", lambda: count("top_logprobs", 0), "0 (off) or a positive count"),
+            (
+                "min_tokens",
+                lambda: count("min_tokens", 0) and self.min_tokens <= self.max_tokens,
+                f"in [0, max_tokens={self.max_tokens}] (an integer)",
+            ),
+            ("stop", lambda: _is_list(self.stop, _is_text), "non-empty strings"),
+            (
+                "stop_ids",
+                lambda: self.stop_ids is None or _is_list(self.stop_ids, is_integer),
+                ids + " or None",
+            ),
+            ("suppress_ids", lambda: _is_list(self.suppress_ids, is_integer), ids),
+            ("seed", lambda: is_integer(self.seed), "an integer"),
         )
         for name, good, allowed in rules:
-            if not good:
-                raise ValueError(f"SamplingParams: {name} must be {allowed}, got {getattr(self, name)!r}.")
+            if not good():
+                raise InputError(f"SamplingParams: {name} must be {allowed}, got {getattr(self, name)!r}.")
 
     @property
     def greedy(self) -> bool:
@@ -162,13 +207,44 @@ class TokenSampler(Protocol):
         """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last."""
 
 
-def as_prompts(prompts: Sequence[Prompt | Sequence[int]]) -> list[Prompt]:
-    """Gives token lists a uid: a stable hash of the tokens plus the occurrence number within this call."""
+def _token_list(value: Any, number: int) -> np.ndarray:
+    """i32[N] of a list of token ids. Raises InputError for anything else."""
+    tokens = (
+        np.asarray(value) if isinstance(value, Sequence | np.ndarray) or hasattr(value, "__array__") else None
+    )
+    if tokens is not None and tokens.size == 0:
+        tokens = tokens.astype(np.int32)  # an empty list has no type of its own
+    if tokens is None or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InputError(
+            f"sampler: prompt {number} must be a list of token ids (integers) or a Prompt, got {str(value)[:80]!r}. Text is "
+            "encoded with the model's tokenizer: tokenizer.chat or tokenizer.encode."
+        )
+    if tokens.size and not -(2**31) <= int(tokens.min()) <= int(tokens.max()) <= _MOST:
+        raise InputError(f"sampler: prompt {number} has a token id beyond 32 bits.")
+    return tokens.astype(np.int32)
+
+
+def as_prompts(prompts: Iterable[Prompt | Sequence[int]]) -> list[Prompt]:
+    """Gives token lists a uid: a stable hash of the tokens plus the occurrence number within this call.
+
+    Raises:
+      InputError: something that is neither a Prompt nor a list of token ids, or a uid that is no text.
+    """
+    if isinstance(prompts, str | Prompt) or not isinstance(prompts, Iterable):
+        raise InputError(
+            f"sampler: prompts must be a list of token lists or Prompts, got {type(prompts).__name__}."
+        )
     seen: dict[str, int] = {}
     out = []
-    for prompt in prompts:
-        if not isinstance(prompt, Prompt):
-            tokens = np.asarray(prompt, np.int32).reshape(-1)
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, Prompt):
+            if not _is_text(prompt.uid):
+                raise InputError(
+                    f"sampler: the uid of prompt {number} must be a text that is not empty, got {prompt.uid!a}."
+                )
+            _token_list(prompt.tokens, number)
+        else:
+            tokens = _token_list(prompt, number)
             digest = hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=16).hexdigest()
             occurrence = seen[digest] = seen.get(digest, -1) + 1
             prompt = Prompt(uid=f"tokens-{digest}-{occurrence}", tokens=tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
+from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
 from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler, distinct_prefixes
@@ -74,12 +75,14 @@ class Sampler:
             ("prefill_chunk", prefill_chunk, 1),
             ("pages", 2 if pages is None else pages, 2),
         ):
-            if value < least:
-                raise InputError(f"sampler: {name} must be at least {least}, got {value}.")
-        if max_context is not None and not 2 <= max_context <= config.max_positions:
+            if not is_integer(value) or not least <= value < 2**31:
+                raise InputError(f"sampler: {name} must be at least {least} (an integer), got {value!r}.")
+        if max_context is not None and not (
+            is_integer(max_context) and 2 <= max_context <= config.max_positions
+        ):
             raise InputError(
                 f"sampler: max_context must be in [2, {config.max_positions}] (the model's positions), "
-                f"got {max_context}."
+                f"got {max_context!r}."
             )
         self.config = config
         self.stats = SamplerStats(slots=slots)
@@ -117,6 +120,8 @@ class Sampler:
             the context or the cache; the message lists all such prompts.
         """
         began = time.perf_counter()
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampler: sampling must be SamplingParams, got {type(sampling).__name__}.")
         prompts = as_prompts(prompts)
         self._check(prompts, sampling)
         self.stats = stats = SamplerStats(slots=self._slots)
@@ -124,6 +129,7 @@ class Sampler:
             return []
         weights = params
         if not isinstance(params, decode.SamplingWeights):
+            _check_params(params, self.config)
             weights = decode.prepare_for_sampling(params, self.config)
         stats.prepare_seconds = time.perf_counter() - began
         run = _Run(self, weights, prompts, sampling, began)
@@ -170,6 +176,26 @@ class Sampler:
         if stop and stop not in self._stop_strings:
             self._stop_strings[stop] = StopStrings(stop, self._tokenizer, self.config.vocab_size)
         return self._stop_strings.get(stop)
+
+
+def _check_params(params: Any, config: ModelConfig) -> None:
+    """Raises InputError unless a tree has every parameter of the config, in its shape; it may have more."""
+    wrong = []
+    specs = jax.tree_util.tree_flatten_with_path(
+        parameter_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec)
+    )[0]
+    for path, spec in specs:
+        leaf = params
+        for entry in path:
+            leaf = leaf[entry.key] if isinstance(leaf, Mapping) and entry.key in leaf else None
+        found = None if leaf is None else tuple(np.shape(leaf))
+        if found != spec.shape:
+            wrong.append(f"{jax.tree_util.keystr(path)} is {found or 'missing'}, expected {spec.shape}")
+    if wrong:
+        raise InputError(
+            f"sampler: params do not fit the config of the sampler: {'; '.join(wrong[:3])}"
+            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Pass the params of that model."
+        )
 
 
 def _bucket(tokens: int) -> int:
