@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.files import unique_keys
 from jaxrl_llm.rollout.pack import pack
 from jaxrl_llm.tokens.conversation import Conversation
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -68,15 +69,21 @@ def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]
         raise InputError(
             f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
         ) from None
-    except OSError as error:
-        raise InputError(f"data file {path} cannot be read: {error.strerror or error}.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, or one that cannot be encoded
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"data file {str(path)!a} cannot be read: {reason}.") from None
     # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"data file {path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=unique_keys)
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InputError(
+                f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+            ) from None
         except (ValueError, RecursionError) as error:
             raise InputError(f"{where}: not valid JSON ({error}).") from None
         if not isinstance(row, dict):
@@ -114,10 +121,14 @@ def reward_of(row: Mapping[str, Any], key: str, where: str) -> float | None:
     value = row.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise OverflowError
+    except OverflowError:  # also an integer beyond every float
+        shown = repr(value)[:80]
         raise InputError(
-            f"{where}: {key!r} must be a finite number, got {value!r}. Correct it or leave it out."
-        )
+            f"{where}: {key!r} must be a finite number, got {shown}. Correct it or leave it out."
+        ) from None
     return float(value)
 
 

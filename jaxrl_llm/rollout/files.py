@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.task import (
     find_grader,
 )
 
-__all__ = ["FileTask", "jsonl_task", "read_jsonl"]
+__all__ = ["FileTask", "jsonl_task", "read_jsonl", "unique_keys"]
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -117,7 +117,7 @@ def read_jsonl(
     return items
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; ValueError when a key is there twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
@@ -128,7 +128,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _row(line: str, where: str, prompt_field: str, answer_field: str, answer_after: str) -> Item:
     try:
-        row = json.loads(line, object_pairs_hook=_unique)
+        row = json.loads(line, object_pairs_hook=unique_keys)
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise InputError(
