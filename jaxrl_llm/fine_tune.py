@@ -1,7 +1,8 @@
 """Training on given answers: supervised fine-tuning, preference losses and reward models.
 
 The loop, the learner, the snapshots and the report are those of `train`; the data are rows of a file instead of
-rollouts. The objective says which rows: pairs for a preference loss, conversations for any other.
+rollouts. The objective says which rows: pairs for a preference loss (for kto also answers with a label each),
+conversations for any other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.assembly import REMAT, configured_model
 from jaxrl_llm.config import Config
-from jaxrl_llm.data.preferences import Pair, mismatched, pair_batch, pair_trajectories, read_preferences
+from jaxrl_llm.data.preferences import (
+    Labelled,
+    Pair,
+    has_labels,
+    labelled_batch,
+    labelled_trajectory,
+    mismatched,
+    mismatched_labelled,
+    pair_batch,
+    pair_trajectories,
+    read_labelled,
+    read_preferences,
+)
 from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, trajectory_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
@@ -42,11 +55,12 @@ from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.train import BaseRun, session
 from jaxrl_llm.transforms import LossTransform, evaluate, needed_fields, takes_pairs
+from jaxrl_llm.transforms.preference import takes_labels
 from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch, Trajectory
 
 __all__ = ["RowSource", "SupervisedRun", "make_measure", "score_policy", "sft"]
 
-Row = Example | Pair
+Row = Example | Labelled | Pair
 Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
 
 _MEASURED = re.compile(r"loss|nll|entropy|divergence_teacher|pair_.*|reward_chosen|reward_rejected")
@@ -217,7 +231,7 @@ def _hold_out(rows: Sequence[Row], items: int) -> tuple[list[Row], list[Row]]:
     )
 
 
-def _read(config: Config, pairs: bool) -> tuple[list[Row], list[Row]]:
+def _read(config: Config, pairs: bool, labels: bool) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows) of the files of a config."""
     data = config.data
     if data.path is None:
@@ -225,14 +239,16 @@ def _read(config: Config, pairs: bool) -> tuple[list[Row], list[Row]]:
         raise InputError(f"data.path: give the JSONL file of {kind} to train on.")
 
     def read(path: str) -> list[Row]:
-        rows: list[Row] = [*read_preferences(path)] if pairs else [*read_sft(path)]
-        return rows
+        if labels:
+            return [*read_labelled(path)]
+        return [*read_preferences(path)] if pairs else [*read_sft(path)]
 
     rows = read(data.path)
     if data.min_reward is not None:
-        if pairs:
+        if pairs or labels:
             raise InputError(
-                "data.min_reward: selects examples, and the objective takes pairs; leave it out."
+                f"data.min_reward: selects examples, and the objective takes {'labels' if labels else 'pairs'}; leave it "
+                "out."
             )
         kept = [row for row in rows if _reward(row) >= data.min_reward]
         if not kept:
@@ -298,10 +314,17 @@ class SupervisedRun(BaseRun):
 
     def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
         objective = build_objective(config.objective)
-        self.pairs = takes_pairs(objective)
+        path = config.data.path
+        self.labels = takes_labels(objective) and path is not None and has_labels(path)
+        self.pairs = takes_pairs(objective) and not self.labels
         check_teacher(objective, config.teacher.given)
         self._check_settings(config)
-        rows, self.held_out = _read(config, self.pairs)
+        if "reference_point" in needed_fields(objective) and config.data.batch < 2:
+            raise InputError(
+                "data.batch: the objective compares each prompt with the answer to another, so a batch holds at least 2 "
+                f"rows, not {config.data.batch}."
+            )
+        rows, self.held_out = _read(config, self.pairs, self.labels)
         _check_objective(objective, rows)
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
@@ -350,8 +373,8 @@ class SupervisedRun(BaseRun):
                 f"learner.micro_batch_rows: pairs sit on two rows and are never split, so it must be even, not "
                 f"{learner.micro_batch_rows}."
             )
-        if self.pairs and learner.row_tokens is not None:
-            raise InputError("learner.row_tokens: pairs are laid out one answer a row; leave it out.")
+        if (self.pairs or self.labels) and learner.row_tokens is not None:
+            raise InputError("learner.row_tokens: preferences are laid out one answer a row; leave it out.")
 
     @property
     def rows(self) -> int:
@@ -382,19 +405,23 @@ class SupervisedRun(BaseRun):
 
     def _batch(self, rendered: Sequence[Rendered]) -> TokenBatch:
         layout = self._layout()
+        if self.labels:
+            answers = [t for row in rendered for t in row]
+            batch = labelled_batch(answers, **layout)
+            crossed = mismatched_labelled(answers, self.config.model.max_context)
+            return dataclasses.replace(batch, reference_point=self._reference_point(crossed, batch))
         if not self.pairs:
             return supervised_batch([t for row in rendered for t in row], **layout)
         pairs = [(row[0], row[1]) for row in rendered]
         batch = pair_batch(pairs, **layout)
         if "reference_point" in self.needed:
-            batch = dataclasses.replace(batch, reference_point=self._reference_point(pairs, batch))
+            crossed = mismatched(pairs, self.config.model.max_context)
+            batch = dataclasses.replace(batch, reference_point=self._reference_point(crossed, batch))
         return batch
 
-    def _reference_point(
-        self, pairs: Sequence[tuple[Trajectory, Trajectory]], batch: TokenBatch
-    ) -> jax.Array:
+    def _reference_point(self, crossed: Sequence[Trajectory], batch: TokenBatch) -> jax.Array:
         """Σ log π/π_ref of each prompt with an answer to another, at every token of its row."""
-        other = supervised_batch(mismatched(pairs, self.config.model.max_context), **self._layout())
+        other = supervised_batch(crossed, **self._layout())
         ratio = self.score(self.state.params, other) - self.score(self.state.reference, other)
         return jnp.broadcast_to(jnp.sum(ratio, axis=1, keepdims=True), batch.shape)
 
@@ -431,6 +458,8 @@ class SupervisedRun(BaseRun):
 def _render(row: Row, uid: str, number: int, *, tokenizer: Tokenizer) -> Rendered:
     if isinstance(row, Pair):
         return pair_trajectories(row, tokenizer, uid, number)
+    if isinstance(row, Labelled):
+        return (labelled_trajectory(row, tokenizer, uid, number),)
     return (trajectory_of(answered(row.messages, tokenizer), uid, number, row.reward),)
 
 

@@ -182,7 +182,9 @@ class TokenBatch:
     agent: Array | None = (
         None  # i32[B, T], constant over a trajectory: the role that it was played in, 0, 1, …
     )
-    # f32[B, T], constant over a row: Σ_t log π/π_ref of its prompt with the answer to another; after `prepare` of
+    # bool[B, T], constant over a sequence: the answer was labelled a good one; None = pairs, the good one on even rows
+    desirable: Array | None = None
+    # f32[B, T], constant over a sequence: Σ_t log π/π_ref of its prompt with the answer to another; after `prepare` of
     # kto_preference: max(0, mean of these)
     reference_point: Array | None = None
     support_ids: Array | None = None  # i32[B, T, K], sampler's truncation support

@@ -99,6 +99,34 @@ def test_every_preference_loss_falls_and_pair_accuracy_rises(objective, load, tm
         assert run.state.params["value"].shape == (64,) and np.any(run.state.params["value"] != 0)
 
 
+@pytest.mark.slow
+def test_kto_learns_from_answers_without_a_partner(load, files, tmp_path):
+    rows = [json.loads(line) for line in pathlib.Path(files["pairs"]).read_text().splitlines()]
+    single = [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0}
+        for i, row in enumerate(rows)
+    ]
+    path = write(tmp_path / "single.jsonl", single)
+    # Micro-batches of three rows: nothing has to stay together.
+    config = load(
+        "kto",
+        f"data.path={path}",
+        "optimizer.learning_rate=1e-2",
+        "learner.micro_batch_rows=3",
+        "data.batch=9",
+    )
+    run, rows, held_out = steps(config, tmp_path / "run", 20)
+    assert not run.pairs and rows[0]["policy/loss"] == pytest.approx(0.5)
+    assert np.mean([row["policy/loss"] for row in rows[-4:]]) < 0.4
+    assert rows[-1]["policy/reward_chosen"] > rows[-1]["policy/reward_rejected"] + 1.0
+    assert "policy/pair_accuracy" not in rows[-1] and rows[-1]["policy/kto_point"] >= 0
+    assert held_out["eval/single/reward_chosen"] > held_out["eval/single/reward_rejected"]
+    with pytest.raises(InputError, match="data.min_reward"):
+        SupervisedRun(load("kto", f"data.path={path}", "data.min_reward=1.0"), tmp_path / "b", resume=False)
+    with pytest.raises(InputError, match="'chosen' is missing"):
+        SupervisedRun(load("dpo", f"data.path={path}"), tmp_path / "c", resume=False)
+
+
 def test_a_preference_run_starts_at_the_reference(load, tmp_path):
     _, rows, _ = steps(load("dpo"), tmp_path / "run", 1)
     assert rows[0]["policy/loss"] == pytest.approx(np.log(2), abs=1e-6)
@@ -174,6 +202,7 @@ def test_a_run_is_not_resumed_with_other_rows(load, files, tmp_path):
         ("dpo", ["learner.micro_batch_rows=15"], ["micro_batch_rows", "even", "15"]),
         ("dpo", ["learner.row_tokens=64"], ["row_tokens"]),
         ("dpo", ["learner.minibatches=2"], ["learner.minibatches"]),
+        ("kto", ["data.batch=1"], ["data.batch", "at least 2", "not 1"]),
         ("dpo", ["data.path=nowhere.jsonl"], ["nowhere.jsonl", "does not exist"]),
         ("dpo", ["data.path=null"], ["data.path", "prompt, chosen, rejected"]),
         ("dpo", ["data.min_reward=1.0"], ["data.min_reward"]),

@@ -7,15 +7,22 @@ One object a line:
     {"chosen": [… whole conversation …], "rejected": [… the same, with another last turn …]}
 
 and optional numbers "chosen_reward" and "rejected_reward" (a margin for reward models).
+
+Answers that have no partner, for KTO, have a label each (the format of TRL):
+
+    {"prompt": "2 + 2 =", "completion": "4", "label": true}
+    {"prompt": [… messages …], "completion": [one turn of the assistant], "label": false}
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.data.sft import (
@@ -34,7 +41,19 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import TokenBatch, Trajectory
 
-__all__ = ["Pair", "mismatched", "pair_batch", "pair_trajectories", "read_preferences"]
+__all__ = [
+    "Labelled",
+    "Pair",
+    "has_labels",
+    "labelled_batch",
+    "labelled_trajectory",
+    "mismatched",
+    "mismatched_labelled",
+    "pair_batch",
+    "pair_trajectories",
+    "read_labelled",
+    "read_preferences",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +65,60 @@ class Pair:
     rejected: str
     chosen_reward: float | None = None
     rejected_reward: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Labelled:
+    """One answer, and whether it is a good one."""
+
+    messages: tuple[Message, ...]  # the answer is the last turn
+    good: bool
+
+
+def has_labels(path: str | pathlib.Path) -> bool:
+    """Whether the first row of a file is an answer with a label, and not a pair."""
+    return any("label" in row for _, row in itertools.islice(read_objects(path), 1))
+
+
+def read_labelled(path: str | pathlib.Path) -> list[Labelled]:
+    """The answers of a file, each with its label.
+
+    Raises:
+      InputError: names the file, the line and what to change: a key is missing, an answer is empty, a label is neither
+        true nor false.
+    """
+    rows = [_labelled(row, where) for where, row in read_objects(path)]
+    if not rows:
+        raise InputError(
+            f'data file {path} has no rows; expected one {{"prompt": …, "completion": …, "label": true}} a line.'
+        )
+    return rows
+
+
+def _labelled(row: Mapping[str, Any], where: str) -> Labelled:
+    for key in ("prompt", "completion", "label"):
+        if key not in row:
+            hint = " A file holds answers with a label, or pairs, not both." if "chosen" in row else ""
+            raise InputError(f"{where}: {key!r} is missing; found: {', '.join(map(repr, row))}.{hint}")
+    if not isinstance(row["label"], bool):
+        raise InputError(f"{where}: 'label' must be true or false, got {row['label']!r}.")
+    prompt: tuple[Message, ...]
+    if isinstance(row["prompt"], list):
+        prompt = check_messages(row["prompt"], where, "prompt")
+    else:
+        prompt = ({"role": "user", "content": text_of(row, "prompt", where)},)
+    if isinstance(row["completion"], list):
+        answer = check_messages(row["completion"], where, "completion")
+        if len(answer) != 1:
+            raise InputError(
+                f"{where}: 'completion' must be one turn of the assistant, got {len(answer)} messages; put the others into "
+                "'prompt'."
+            )
+    else:
+        answer = ({"role": "assistant", "content": text_of(row, "completion", where)},)
+    messages = prompt + answer
+    check_turns(messages, where, "completion")
+    return Labelled(messages=messages, good=row["label"])
 
 
 def read_preferences(path: str | pathlib.Path) -> list[Pair]:
@@ -67,6 +140,7 @@ def _pair(row: Mapping[str, Any], where: str) -> Pair:
     for key in ("chosen", "rejected"):
         if key not in row:
             hint = " For supervised data, set objective to sft." if "answer" in row or len(row) == 1 else ""
+            hint = " Answers with a label each train kto." if "label" in row else hint
             raise InputError(f"{where}: {key!r} is missing; found: {', '.join(map(repr, row))}.{hint}")
     whole = [isinstance(row[key], list) for key in ("chosen", "rejected")]
     if whole[0] != whole[1]:
@@ -152,6 +226,24 @@ def pair_batch(pairs: Sequence[tuple[Trajectory, Trajectory]], **layout: Any) ->
     return supervised_batch([answer for pair in pairs for answer in pair], **{"rows_multiple": 2, **layout})
 
 
+def labelled_trajectory(row: Labelled, tokenizer: Tokenizer, uid: str, group: int) -> Trajectory:
+    """The answer tokens, end token included, are trained. The reward is 1 for a good answer and 0 for a bad one."""
+    conversation = answered(row.messages, tokenizer, last_only=True)
+    return trajectory_of(conversation, uid, group, float(row.good))
+
+
+def labelled_batch(answers: Sequence[Trajectory], **layout: Any) -> TokenBatch:
+    """Answers from `labelled_trajectory`, one a row, with batch.desirable; `layout` are arguments of `rollout.pack`."""
+    if layout.get("row_tokens") is not None:
+        raise ValueError(
+            f"labelled_batch: answers are laid out one a row, so row_tokens must be None, got {layout['row_tokens']}."
+        )
+    batch = supervised_batch(answers, **layout)
+    good = np.zeros(batch.shape, bool)
+    good[: len(answers)] = np.array([t.reward == 1.0 for t in answers])[:, None]
+    return dataclasses.replace(batch, desirable=jax.device_put(good))
+
+
 def mismatched(pairs: Sequence[tuple[Trajectory, Trajectory]], longest: int) -> list[Trajectory]:
     """Each prompt with the answers to the next one, in the rows of `pair_batch`: what KTO estimates its z from.
 
@@ -163,22 +255,42 @@ def mismatched(pairs: Sequence[tuple[Trajectory, Trajectory]], longest: int) -> 
     """
     if len(pairs) < 2:
         raise ValueError("mismatched: a batch of one pair has no answers to other prompts; use at least 2.")
-    rows = []
-    for pair, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
-        for own, foreign in zip(pair, other, strict=True):
-            answer = foreign.completion[: max(1, longest - len(own.prompt.tokens))]
-            conversation = (own.prompt.tokens, answer)
-            mask = np.repeat([False, True], [len(part) for part in conversation])
-            unsampled = np.full(len(mask), -1, np.int32)
-            rows.append(
-                dataclasses.replace(
-                    own,
-                    tokens=np.concatenate(conversation).astype(np.int32),
-                    mask=mask,
-                    logprob=np.zeros(len(mask), np.float32),
-                    version=unsampled,
-                    kv_version=unsampled,
-                    reward=None,
-                )
-            )
-    return rows
+    return [
+        _crossed(own, foreign, longest)
+        for pair, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True)
+        for own, foreign in zip(pair, other, strict=True)
+    ]
+
+
+def mismatched_labelled(answers: Sequence[Trajectory], longest: int) -> list[Trajectory]:
+    """`mismatched` of answers with a label: each prompt with the next answer to another prompt (the next one, if all
+    prompts are the same).
+
+    Raises:
+      ValueError: one answer only.
+    """
+    if len(answers) < 2:
+        raise ValueError("mismatched_labelled: a batch of one answer has no other one; use at least 2.")
+    crossed = []
+    for place, own in enumerate(answers):
+        following = [*answers[place + 1 :], *answers[:place]]
+        others = (t for t in following if not np.array_equal(t.prompt.tokens, own.prompt.tokens))
+        crossed.append(_crossed(own, next(others, following[0]), longest))
+    return crossed
+
+
+def _crossed(own: Trajectory, foreign: Trajectory, longest: int) -> Trajectory:
+    """The prompt of one with the answer of the other."""
+    answer = foreign.completion[: max(1, longest - len(own.prompt.tokens))]
+    conversation = (own.prompt.tokens, answer)
+    mask = np.repeat([False, True], [len(part) for part in conversation])
+    unsampled = np.full(len(mask), -1, np.int32)
+    return dataclasses.replace(
+        own,
+        tokens=np.concatenate(conversation).astype(np.int32),
+        mask=mask,
+        logprob=np.zeros(len(mask), np.float32),
+        version=unsampled,
+        kv_version=unsampled,
+        reward=None,
+    )

@@ -10,6 +10,9 @@ of these tokens the share of its row, so that
 h = Σ_t log π/π_ref of the chosen answer - the same of the rejected one. Sums over an answer may be thousands of
 nats; nothing here exponentiates them, so they are not clipped. A pair with an empty side counts nowhere.
 
+`kto_preference` judges each answer by itself: it also takes answers with a label and no partner (batch.desirable),
+several to a row and split anywhere.
+
 All stages log, by pair: `pair_accuracy` (the policy's own reward prefers the chosen answer), `pair_margin`,
 `reward_chosen`, `reward_rejected`; the reward is β Σ log π/π_ref (without a reference β Σ log π, or its mean).
 """
@@ -23,6 +26,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.losses import preference
 from jaxrl_llm.ops.numerics import keep, quotient
+from jaxrl_llm.ops.segments import sequence_max, sequence_sum, trajectories
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import LossTransform, Parts, stage
 from jaxrl_llm.transforms.dataflow import require
@@ -39,6 +43,7 @@ __all__ = [
     "robust_preference",
     "score_preference",
     "square_preference",
+    "takes_labels",
     "takes_pairs",
 ]
 
@@ -53,6 +58,12 @@ PAIR_STAGES = frozenset(
 def takes_pairs(objective: LossTransform) -> bool:
     """Whether an objective reads pairs of rows, which a rollout does not give."""
     return any(info.stage in PAIR_STAGES for info in objective.info)
+
+
+def takes_labels(objective: LossTransform) -> bool:
+    """Whether an objective over pairs takes answers with a label each as well, which have no partner."""
+    infos = [info for info in objective.info if info.stage in PAIR_STAGES]
+    return bool(infos) and all(info.stage == "kto_preference" for info in infos)
 
 
 # -------------------------------------------------------------------------------------------- pairs
@@ -275,39 +286,56 @@ def odds_preference(beta: float = 0.1, average: bool = True):
     return pair_stage("odds_preference", value, scale=beta, reference=False, average=average)
 
 
-@stage(reads=(*REFERENCE, "batch.reference_point"), writes=("batch.reference_point", "loss.policy"))
+@stage(
+    reads=(*REFERENCE, "batch.desirable", "batch.reference_point"),
+    writes=("batch.reference_point", "loss.policy"),
+)
 def kto_preference(beta: float = 0.1, desirable: float = 1.0, undesirable: float = 1.0):
-    """λ_D [1 - σ(β (h_i - z))] for answers on even rows, λ_U [1 - σ(β (z - h_i))] on odd ones (KTO, arXiv 2402.01306).
+    """λ_D [1 - σ(β (h_i - z))] for good answers, λ_U [1 - σ(β (z - h_i))] for bad ones (KTO, arXiv 2402.01306).
 
-    h_i = Σ_t log π/π_ref of answer i. z = max(0, mean over the batch of Σ_t log π/π_ref of a prompt with the answer of
-    another), from batch.reference_point. The mean is over answers, not pairs (`normalize_by_sequence`), so a pair
-    may lack a side: that is how unpaired data is laid out.
+    h_i = Σ_t log π/π_ref of answer i, a sequence. z = max(0, mean over the batch of Σ_t log π/π_ref of a prompt with
+    the answer of another), from batch.reference_point. The mean is over answers, not pairs (`normalize_by_sequence`).
+
+    Which answers are good: batch.desirable, for answers with a label each; any layout and any split of rows will do.
+    Where it is None the batch holds pairs: good on even rows, bad on odd ones, and a pair may lack a side.
 
     Departure: z is taken once a train step, from the policy that starts it (the systems: from the current one, a
-    micro-batch at a time, which makes the loss depend on the split). Metrics also: `kto_point` (z).
+    micro-batch at a time, which makes the loss depend on the split). Metrics also: `kto_point` (z). Without pairs only
+    `reward_chosen` and `reward_rejected`, of the good and of the bad answers.
     """
     check_beta("kto_preference", beta)
     checks.number("kto_preference", "desirable", desirable, low=0.0)
     checks.number("kto_preference", "undesirable", undesirable, low=0.0)
 
-    def prepare(batch):
+    def good_answers(batch):
+        if batch.desirable is not None:
+            return batch.desirable
         check_rows("kto_preference", batch)
-        given = keep(batch.mask, require("kto_preference", batch, "reference_point"))
-        each = row_sums(given, batch.mask, average=True)  # it is constant over a row
-        rows = jnp.any(batch.mask, axis=1)
-        point = jnp.maximum(quotient(jnp.sum(each), jnp.sum(rows).astype(each.dtype)), 0.0)
+        return jnp.broadcast_to((jnp.arange(batch.shape[0]) % 2 == 0)[:, None], batch.shape)
+
+    def prepare(batch):
+        good_answers(batch)  # the layout is checked
+        given = require("kto_preference", batch, "reference_point")
+        each = trajectories(batch.sequence, batch.mask)
+        mean = quotient(each.sum(given, batch.mask), each.length)  # it is constant over an answer
+        point = jnp.maximum(quotient(jnp.sum(mean), jnp.sum(each.present).astype(mean.dtype)), 0.0)
         point = jnp.where(batch.mask, point, 0.0)
         return batch.replace(reference_point=point).log("kto_point", point)
 
     def apply(loss, batch):
-        check_rows("kto_preference", batch)
+        good = good_answers(batch)
         values = answer_values(loss, batch, "kto_preference", reference=True)
-        log_ratio = row_sums(values, loss.mask, average=False)
-        point = jnp.max(require("kto_preference", batch, "reference_point"), axis=1).astype(log_ratio.dtype)
-        good = jnp.arange(log_ratio.shape[0]) % 2 == 0
+        log_ratio = sequence_sum(values, batch.sequence)
+        point = require("kto_preference", batch, "reference_point").astype(log_ratio.dtype)
         value = jnp.where(good, desirable, undesirable) * preference.kto(log_ratio, point, good, beta)
-        policy = keep(loss.mask, jnp.broadcast_to(value[:, None], loss.mask.shape))
-        return log_pairs(loss.replace(policy=policy), Pairs(*two(log_ratio), both(loss.mask)), beta)
+        loss = loss.replace(policy=keep(loss.mask, value))
+        if batch.desirable is None:
+            pairs = Pairs(*two(row_sums(values, loss.mask, average=False)), both(loss.mask))
+            return log_pairs(loss, pairs, beta)
+        place = jnp.broadcast_to(jnp.arange(loss.mask.shape[1]), loss.mask.shape).astype(log_ratio.dtype)
+        last = loss.mask & (place == sequence_max(place, batch.sequence, loss.mask))
+        loss = loss.log("reward_chosen", beta * log_ratio, last & good)
+        return loss.log("reward_rejected", beta * log_ratio, last & ~good)
 
     return Parts(prepare=prepare, apply=apply)
 

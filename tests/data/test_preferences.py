@@ -5,7 +5,17 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.data.preferences import mismatched, pair_batch, pair_trajectories, read_preferences
+from jaxrl_llm.data.preferences import (
+    has_labels,
+    labelled_batch,
+    labelled_trajectory,
+    mismatched,
+    mismatched_labelled,
+    pair_batch,
+    pair_trajectories,
+    read_labelled,
+    read_preferences,
+)
 from jaxrl_llm.data.sft import answered, read_sft, supervised_batch, trajectory_of
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
@@ -215,3 +225,74 @@ def test_bad_pairs_name_the_line_and_the_fix(write, row, parts):
     with pytest.raises(InputError) as error:
         read_preferences(path)
     assert all(part in str(error.value) for part in [str(path), "line 2", *parts]), error.value
+
+
+# ------------------------------------------------------------------------------ answers with a label
+
+
+def labelled(write, *rows):
+    read = read_labelled(write(*rows))
+    return [labelled_trajectory(row, TOKENIZER, f"u{i}", i) for i, row in enumerate(read)]
+
+
+THREE = (
+    {"prompt": "2+2", "completion": "4", "label": True},
+    {"prompt": [USER], "completion": [said("55")], "label": False},
+    {"prompt": "a", "completion": "bbb", "label": True},
+)
+
+
+def test_labelled_answers_one_a_row(write):
+    path = write(*THREE)
+    assert has_labels(path) and [row.good for row in read_labelled(path)] == [True, False, True]
+    assert not has_labels(write({"prompt": "x", "chosen": "a", "rejected": "b"}))
+    batch = labelled_batch(labelled(write, *THREE), learner_version=0, rows_multiple=5)
+    rows = [decoded(np.asarray(batch.tokens[i])[np.asarray(batch.mask[i])]) for i in range(5)]
+    assert rows == ["4<eos>", "55<eos>", "bbb<eos>", "", ""]
+    assert np.asarray(batch.desirable).all(axis=1).tolist() == [True, False, True, False, False]
+    assert np.asarray(batch.desirable).any(axis=1).tolist() == [True, False, True, False, False]
+    assert batch.desirable.shape == batch.shape
+    with pytest.raises(ValueError, match="row_tokens must be None"):
+        labelled_batch(labelled(write, *THREE), learner_version=0, row_tokens=64)
+
+
+def test_labelled_prompts_get_the_next_answer_to_another_prompt(write):
+    crossed = mismatched_labelled(labelled(write, *THREE), 32)
+    assert [decoded(t.tokens) for t in crossed] == [
+        "<bos>u: 2+2\na: bbb<eos>",  # the second answer is to the same prompt
+        "<bos>u: 2+2\na: bbb<eos>",
+        "<bos>u: a\na: 4<eos>",
+    ]
+    same = mismatched_labelled(labelled(write, *THREE[:2]), 32)
+    assert [decoded(t.completion) for t in same] == ["55<eos>", "4<eos>"]
+    with pytest.raises(ValueError, match="one answer only|no other one"):
+        mismatched_labelled(labelled(write, THREE[0]), 32)
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"prompt": "x", "label": True}, ["'completion' is missing"]),
+        ({"prompt": "x", "completion": "a"}, ["'label' is missing", "'prompt', 'completion'"]),
+        ({"prompt": "x", "chosen": "a", "rejected": "b"}, ["'completion' is missing", "not both"]),
+        ({"prompt": "x", "completion": "a", "label": 1}, ["'label' must be true or false", "1"]),
+        ({"prompt": "x", "completion": "a", "label": "good"}, ["'label' must be true or false", "'good'"]),
+        ({"prompt": "x", "completion": " ", "label": True}, ["'completion' must be a text"]),
+        ({"prompt": "x", "completion": [said("")], "label": True}, ["'completion' has an empty turn"]),
+        ({"prompt": "x", "completion": [USER], "label": True}, ["must end with a turn of the assistant"]),
+        ({"prompt": "x", "completion": [said("a"), USER], "label": True}, ["got 2 messages", "'prompt'"]),
+        ({"prompt": [said("a")], "completion": "b", "label": True}, ["begins with a turn of the assistant"]),
+    ],
+)
+def test_bad_labelled_answers_name_the_line_and_the_fix(write, row, parts):
+    path = write(THREE[0], row)
+    with pytest.raises(InputError) as error:
+        read_labelled(path)
+    assert all(part in str(error.value) for part in [str(path), "line 2", *parts]), error.value
+
+
+def test_labels_are_for_kto(write):
+    with pytest.raises(InputError, match="'chosen' is missing.*label each train kto"):
+        read_preferences(write(*THREE))
+    with pytest.raises(InputError, match="has no rows.*label"):
+        read_labelled(write(""))

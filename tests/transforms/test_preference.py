@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import jaxrl_llm as jrl
+from jaxrl_llm import testing
 from jaxrl_llm.transforms import evaluate, takes_pairs
+from jaxrl_llm.transforms.preference import takes_labels
 
 # Two pairs; the sums of log-probs are -3, -1 | -2, -6, lengths 2, 1 | 1, 3.
 MASK = np.array([[0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 1, 1, 1, 0]], bool)
@@ -99,6 +101,58 @@ def test_kto_counts_answers_without_a_partner():
     each = 1.0 / (1.0 + np.exp(0.5 * np.array([1.0, 1.0, -1.0]) * RATIO[[0, 2, 3]]))
     assert value == pytest.approx(np.mean(each), rel=1e-5)
     assert metrics["pair_margin"] == pytest.approx(0.5 * 3.0)  # of the whole pair alone
+
+
+GOOD = np.array([True, True, False])  # of the first three rows: no pairs
+
+
+def labelled(**fields):
+    point = jnp.asarray(np.where(MASK[:3], np.array([1.0, 0.5, 3.0])[:, None], np.nan))
+    good = jnp.broadcast_to(GOOD[:, None], MASK[:3].shape)
+    return batch_of(MASK[:3], reference_point=point, desirable=good, **fields)
+
+
+def test_kto_of_labelled_answers_by_hand():
+    objective = jrl.kto(beta=0.5, desirable=1.5, undesirable=0.5)
+    value, _, metrics = loss_of(objective, labelled(), LOGPROB[:3])
+    ratio, z = RATIO[:3], 1.5
+    each = np.where(GOOD, 1.5, 0.5) / (1.0 + np.exp(np.where(GOOD, 1.0, -1.0) * 0.5 * (ratio - z)))
+    assert value == pytest.approx(np.mean(each), rel=1e-5)
+    assert metrics["kto_point"] == pytest.approx(z)
+    assert metrics["reward_chosen"] == pytest.approx(0.5 * np.mean(ratio[:2]))
+    assert metrics["reward_rejected"] == pytest.approx(0.5 * ratio[2])
+    assert "pair_accuracy" not in metrics
+
+
+def test_labels_on_pairs_are_the_pairs():
+    point = jnp.full(MASK.shape, 0.7)
+    pairs = batch_of(reference_point=point)
+    good = jnp.broadcast_to(jnp.array([[True], [False], [True], [False]]), MASK.shape)
+    ours, theirs = (loss_of(jrl.kto(), b) for b in (pairs, pairs.replace(desirable=good)))
+    assert ours[0] == theirs[0]
+    np.testing.assert_array_equal(ours[1][0], theirs[1][0])
+
+
+@pytest.mark.slow
+def test_labelled_answers_may_be_split_and_packed_anywhere():
+    """Pairs are never split; answers with a label each have no such law."""
+    with testing.float64():
+        batch = testing.sample_batch()
+    batch = batch.replace(desirable=jnp.broadcast_to(jnp.arange(8)[:, None] % 3 == 0, batch.shape))
+    objective = jrl.kto(beta=0.5, undesirable=1.3)
+    testing.assert_split_invariant(objective, batch, splits=((3, 1, 4),))
+    testing.assert_packing_invariant(objective, batch)
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (0, 1, 2)])
+@pytest.mark.parametrize("scale", [1.0, 800.0, -800.0])
+def test_labelled_answers_at_the_edges(kept, scale):
+    mask = np.where(np.isin(np.arange(3), kept)[:, None], MASK[:3], False)
+    batch = labelled().replace(mask=jnp.asarray(mask))
+    logprob = np.where(mask, LOGPROB[:3] * scale, np.nan).astype(np.float32)
+    value, gradients, metrics = loss_of(jrl.kto(), batch, logprob)
+    assert np.isfinite(value) and all(np.all(np.isfinite(g)) for g in gradients)
+    assert all(np.isfinite(m) for m in metrics.values())
 
 
 def test_reward_model_by_hand():
@@ -208,3 +262,6 @@ def test_needs():
     assert jrl.transforms.needed_fields(jrl.orpo()) == frozenset()
     assert jrl.transforms.needed_fields(jrl.dpo()) == {"logprob_reference"}
     assert not takes_pairs(jrl.grpo())
+    assert takes_labels(jrl.kto()) and not takes_labels(jrl.dpo()) and not takes_labels(jrl.grpo())
+    both = jrl.chain(*jrl.transforms.stages(jrl.kto()), jrl.imitate_chosen(1.0))
+    assert takes_pairs(both) and not takes_labels(both)
