@@ -58,7 +58,7 @@ from jaxrl_llm.transforms import LossTransform, evaluate, needed_fields, takes_p
 from jaxrl_llm.transforms.preference import takes_labels
 from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch, Trajectory
 
-__all__ = ["RowSource", "SupervisedRun", "make_measure", "score_policy", "sft"]
+__all__ = ["RowSource", "SupervisedRun", "evaluate_reward_model", "make_measure", "score_policy", "sft"]
 
 Row = Example | Labelled | Pair
 Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
@@ -351,7 +351,6 @@ class SupervisedRun(BaseRun):
             rows, self.render, seed=config.data.seed, longest=config.model.max_context, name=name
         )
         super().__init__(config, folder, objective, model, policy=policy, entropy=False)
-        self.label = re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(name).stem)
         self.measure = make_measure(
             objective,
             model.config,
@@ -427,32 +426,98 @@ class SupervisedRun(BaseRun):
 
     def evaluate(self, on_progress: Any = None) -> dict[str, float]:
         """Loss and pair metrics of the held-out rows that fit."""
-        size = self.config.data.batch
-        rendered = [self.render(row, f"held-out/{i}", i % size) for i, row in enumerate(self.held_out)]
-        fitting = [r for r in rendered if max(len(t.tokens) for t in r) <= self.config.model.max_context]
-        total: Metrics = {}
-        for start in range(0, len(fitting), size):
-            part = fitting[start : start + size]
-            if "reference_point" in self.needed and len(part) < 2:
-                continue  # KTO's point needs the answer of another
+
+        def measure(part: Sequence[Rendered]) -> Metrics:
             batch = fill_logprobs(self._batch(part), self.state, self.score, self.needed, teach=self.teach)
-            metrics = self.measure(self.state.params, batch, self.state.objective_state, *self.taught)
-            total = {k: total[k] + m if k in total else m for k, m in metrics.items()}
-            if on_progress is not None:
-                on_progress(min(start + size, len(fitting)), len(fitting))
-        figures = {
-            f"eval/{self.label}/{name}": float(mean.value)
-            for name, mean in jax.device_get(total).items()
-            if _MEASURED.fullmatch(name)
-        }
-        return figures | {
-            f"eval/{self.label}/items": float(len(fitting)),
-            f"eval/{self.label}/skipped": float(len(rendered) - len(fitting)),
-        }
+            return self.measure(self.state.params, batch, self.state.objective_state, *self.taught)
+
+        least = 2 if "reference_point" in self.needed else 1  # KTO's point needs the answer of another
+        return _figures(self.config, self.held_out, self.render, measure, least, on_progress)
 
     def speed(self, row: dict[str, float]) -> float:
         """Trained tokens per second of the update."""
         return row["optimizer/trained_tokens"] / row["time/update"]
+
+
+def _figures(
+    config: Config,
+    held_out: Sequence[Row],
+    render: Callable[[Row, str, int], Rendered],
+    measure: Callable[[Sequence[Rendered]], Metrics],
+    least: int,
+    on_progress: Callable[[int, int], None] | None,
+) -> dict[str, float]:
+    """The `eval/FILE/…` keys of the held-out rows that fit, in batches of at least `least` rows."""
+    size = config.data.batch
+    rendered = [render(row, f"held-out/{i}", i % size) for i, row in enumerate(held_out)]
+    fitting = [r for r in rendered if max(len(t.tokens) for t in r) <= config.model.max_context]
+    total: Metrics = {}
+    for start in range(0, len(fitting), size):
+        part = fitting[start : start + size]
+        if len(part) < least:
+            continue
+        metrics = measure(part)
+        total = {k: total[k] + m if k in total else m for k, m in metrics.items()}
+        if on_progress is not None:
+            on_progress(min(start + size, len(fitting)), len(fitting))
+    key = "eval/" + re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(str(config.data.path)).stem)
+    figures = {
+        f"{key}/{name}": float(mean.value)
+        for name, mean in jax.device_get(total).items()
+        if _MEASURED.fullmatch(name)
+    }
+    skipped = float(len(rendered) - len(fitting))
+    return figures | {f"{key}/items": float(len(fitting)), f"{key}/skipped": skipped}
+
+
+def evaluate_reward_model(
+    config: Config,
+    objective: LossTransform,
+    restore: Callable[[Any], tuple[Any, dict[str, Any]]],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Accuracy of a reward model on held-out pairs of `data.path`: the `eval/FILE/…` keys and `version`.
+
+    Args:
+      config: gives the model and the data.
+      objective: that the model was trained with.
+      restore: tree of a reward model -> (its parameters, meta of the snapshot).
+
+    Raises:
+      InputError: no pairs to measure on, or the snapshot does not fit the model.
+    """
+    _, held_out = _read(config, True, False)
+    if not held_out:
+        raise InputError(
+            f"data.path: {config.data.path} has too few different prompts to hold a tenth of them out. Give data.eval_path a "
+            "file of its own."
+        )
+    rows = config.learner.micro_batch_rows
+    if rows % 2:
+        raise InputError(f"learner.micro_batch_rows: pairs sit on two rows, so it must be even, not {rows}.")
+    model = _with_value_head(configured_model(config))
+    params, meta = restore(model.params)
+    assert model.tokenizer is not None  # `configured_model` has checked it
+    score = make_measure(
+        objective,
+        model.config,
+        micro_batch_rows=rows,
+        policy=score_policy(model.config, REMAT[config.learner.remat]),
+    )
+
+    def measure(part: Sequence[Rendered]) -> Metrics:
+        batch = pair_batch(
+            [(row[0], row[1]) for row in part],
+            pad_to_multiple=config.learner.pad_to_multiple,
+            rows_multiple=rows,
+            learner_version=0,
+            pad_id=model.config.pad_id or 0,
+        )
+        return score(params, batch, objective.init())
+
+    render = functools.partial(_render, tokenizer=model.tokenizer)
+    figures = _figures(config, held_out, render, measure, 1, on_progress)
+    return {"version": int(meta["version"]), **figures}
 
 
 def _render(row: Row, uid: str, number: int, *, tokenizer: Tokenizer) -> Rendered:

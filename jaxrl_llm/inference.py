@@ -19,12 +19,15 @@ from jaxrl_llm.assembly import (
 )
 from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fine_tune import evaluate_reward_model
 from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import Model, load_model
+from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.task import prompt_of
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.transforms import LossTransform, takes_pairs
 from jaxrl_llm.types import Prompt
 
 __all__ = ["evaluate_config", "export", "load_policy", "sample_config"]
@@ -34,18 +37,38 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
     """The model of a config, with the parameters of a snapshot if one is named: (model, version).
 
     Raises:
-      InputError: no such snapshot, or it is of a model with other shapes.
+      InputError: no such snapshot, or it is of a model with other shapes, or of a reward model.
     """
-    model = configured_model(config)
     if snapshot is None:
         if version is not None:
             raise InputError("--version names a snapshot of a run; give the run folder with --snapshot.")
-        return model, 0
-    directory, found = locate(snapshot)
-    store = SnapshotStore(directory, read_only=True)
-    version = version if version is not None else found
+        return configured_model(config), 0
+    store, version = _open(snapshot, version)
+    if _reward_objective(store, version) is not None:
+        raise InputError(
+            f"{snapshot} holds a reward model: it scores answers and writes none, and other tools have no place for its "
+            "value head. Measure it on held-out pairs with `jaxrl eval CONFIG --snapshot RUN`, where data.path is a "
+            "preference file."
+        )
+    model = configured_model(config)
     params, meta = store.restore_params(version, like=model.params)
     return dataclasses.replace(model, params=params), int(meta["version"])
+
+
+def _open(snapshot: str, version: int | None) -> tuple[SnapshotStore, int | None]:
+    directory, found = locate(snapshot)
+    return SnapshotStore(directory, read_only=True), version if version is not None else found
+
+
+def _reward_objective(store: SnapshotStore, version: int | None) -> LossTransform | None:
+    """The objective that a snapshot was trained with, if it is a reward model's."""
+    config = store.meta(version).get("config", {})
+    try:
+        objective = build_objective(config.get("objective", ""))
+    except InputError:  # an objective of one's own that is not at hand: its snapshots hold policies
+        return None
+    scored = any("loss.value" in info.reads for info in objective.info) and takes_pairs(objective)
+    return objective if scored else None
 
 
 def evaluate_config(
@@ -57,10 +80,18 @@ def evaluate_config(
 ) -> dict[str, Any]:
     """Held-out accuracy of a policy, greedy and sampled: the `eval/…` keys of metrics.jsonl and `version`.
 
+    Of a snapshot of a reward model: its accuracy on held-out pairs of `data.path` (`fine_tune.evaluate_reward_model`).
     `on_progress` is called with (completions done, completions in all).
     """
     if not config.evaluation.items:
         raise InputError("evaluation.items is 0; ask for some, for example --set evaluation.items=128.")
+    if snapshot is not None:
+        store, at = _open(snapshot, version)
+        objective = _reward_objective(store, at)
+        if objective is not None:
+            return evaluate_reward_model(
+                config, objective, lambda like: store.restore_params(at, like=like), on_progress
+            )
     task = build_task(config)
     model, version = load_policy(config, snapshot, version)
     refuse_too_large(

@@ -13,6 +13,7 @@ from jaxrl_llm.data.sft import answered, read_sft, trajectory_of
 from jaxrl_llm.diagnostics.metrics import read_jsonl
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fine_tune import RowSource, SupervisedRun, sft
+from jaxrl_llm.inference import evaluate_config, export, sample_config
 from jaxrl_llm.snapshots.store import SnapshotStore
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.train import train
@@ -97,6 +98,29 @@ def test_every_preference_loss_falls_and_pair_accuracy_rises(objective, load, tm
         assert all(row["policy/kto_point"] >= 0 for row in rows)
     if objective == "reward_model":
         assert run.state.params["value"].shape == (64,) and np.any(run.state.params["value"] != 0)
+
+
+@pytest.mark.slow
+def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp_path):
+    config = load("reward_model", "steps=4", "optimizer.learning_rate=1e-2", "snapshots.every=0")
+    run = tmp_path / "run"
+    assert sft(config, run) == 0
+    measured = evaluate_config(config, snapshot=str(run))
+    last = figures(run)[-1]
+    assert measured == {k: v for k, v in last.items() if k.startswith("eval/") or k == "version"}
+    assert measured["version"] == 4 and 0 <= measured["eval/pairs/pair_accuracy"] <= 1
+    for use in (
+        lambda: sample_config(config, snapshot=str(run)),
+        lambda: export(str(run), str(tmp_path / "hf")),
+    ):
+        with pytest.raises(InputError, match="holds a reward model.*jaxrl eval"):
+            use()
+    assert not (tmp_path / "hf").exists()
+    with pytest.raises(InputError, match="data.path: give the JSONL file of pairs"):
+        evaluate_config(load("reward_model", "data.path=null"), snapshot=str(run))
+    few = write(tmp_path / "few.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(InputError, match="too few different prompts.*data.eval_path"):
+        evaluate_config(load("reward_model", f"data.path={few}"), snapshot=str(run))
 
 
 @pytest.mark.slow
