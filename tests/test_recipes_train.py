@@ -34,7 +34,7 @@ TRAINED = sorted(name for name in RECIPES if name != "sft" and fills(name))
 
 
 def test_what_the_loop_does_not_fill_is_known():
-    """A teacher, several rewards, a greedy answer: asked for in Python, refused by `jaxrl train`."""
+    """Recipes with a teacher, and those over given answers, have tests of their own."""
     left = {n for n in RECIPES if n not in TRAINED and not takes_pairs(RECIPES[n](**ARGUMENTS.get(n, {})))}
     assert left == {"gkd", "opd", "sft"}
 

@@ -615,6 +615,26 @@ def test_steps_of_their_own_learn(tmp_path, objective):
         assert sum(row["policy/trust_region_scale"] > 0 for row in rows) > 8
 
 
+@pytest.mark.slow
+def test_baselines_roles_and_lists_resume_exactly(tmp_path):
+    stages = [
+        "greedy_baseline_advantage",
+        "normalize_by_token",
+        "token_ratio",
+        "{divergence_surrogate: {kind: topk_tv, k: 4}}",
+    ]
+    config = short(f"objective=[{', '.join(stages)}]", "steps=4", "evaluation.items=0")
+    folder = run_to_the_end(config, tmp_path / "run")
+    rows = figures(folder)
+    assert all(0 <= row["reward/baseline"] <= 1 and row["rollout/baseline_tokens"] > 0 for row in rows)
+    assert all(row["rollout/trajectories"] == 64 for row in rows)  # the greedy answers are not trained
+    again = tmp_path / "again"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "snapshots" / "4")
+    assert train(config, again, resume=True) == 0
+    same_run(again, folder)
+
+
 def test_a_part_of_the_reward_that_the_task_does_not_give_is_refused(tmp_path):
     config = short("objective={recipe: gdpo, weights: {reward: 1.0, taste: 0.5}}")
     with pytest.raises(InputError, match="no part taste; it has format, lenient, reward"):

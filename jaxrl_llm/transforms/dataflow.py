@@ -46,10 +46,12 @@ HOW_TO_FILL = {
     "`needs` lists it), or set batch.replace(reference_point=...).",
     "entropy": "Ask the forward pass for it: ops.logprobs.policy_output(..., entropy=True), or evaluate with "
     "PolicyOutput(logprob=..., entropy=...).",
-    "rewards": "Pass rewards={name: f32[B, T]} to TokenBatch.from_rows, or parts=(names, …) to rollout.pack.",
+    "rewards": "Pass rewards={name: f32[B, T]} to TokenBatch.from_rows, or parts=(names, …) to rollout.pack (the "
+    "train loop does so, with the parts of the task's score).",
     "baseline_reward": "Set it to the reward of the greedy answer to the prompt of each trajectory: "
-    "batch.replace(baseline_reward=...), f32[B, T].",
-    "agent": "Set it to the role of each trajectory: batch.replace(agent=...), i32[B, T] from 0.",
+    "batch.replace(baseline_reward=...), f32[B, T] (the train loop samples and scores one).",
+    "agent": "Set it to the role of each trajectory: batch.replace(agent=...), i32[B, T] from 0 (the train loop takes it "
+    "from the item's `agent`).",
     "value": "Score the batch with the critic before `prepare`, or pass value= to TokenBatch.from_rows.",
     "advantage": "Pass advantage= to TokenBatch.from_rows, or set batch.replace(advantage=...).",
     "topk_logprob": "Ask the forward pass for it: ops.logprobs.policy_output(..., topk=True), or evaluate with "
@@ -62,8 +64,8 @@ HOW_TO_FILL = {
     "train loop does so with a teacher in the config), or set batch.replace(topk_ids=..., topk_logprob_teacher=...).",
     "divergence": "Ask the forward pass for it: ops.logprobs.policy_output(..., teacher=TeacherHead(...)), or evaluate "
     "with PolicyOutput(logprob=..., divergence=...).",
-    "topk_logprob_behavior": "Record it while sampling and set batch.replace(topk_ids=..., topk_logprob_behavior=...), "
-    'or take the lists of the proximal policy: anchor="proximal".',
+    "topk_logprob_behavior": "Record it while sampling (SamplingParams(top_logprobs=K); the train loop does so) and set "
+    'batch.replace(topk_ids=..., topk_logprob_behavior=...), or take the lists of the proximal policy: anchor="proximal".',
 }
 
 

@@ -147,7 +147,7 @@ def test_from_prompts_to_a_batch_through_the_real_sampler(tiny_params):
     task = make_task("addition")
     sampler = Sampler(TINY, slots=8, tokenizer=TOKENIZER)
     prompts = PromptSource(task, TOKENIZER, seed=1).next_batch(3)
-    sampling = SamplingParams(max_tokens=6, n=4, temperature=0.9, stop=task.stop, seed=0)
+    sampling = SamplingParams(max_tokens=6, n=4, temperature=0.9, stop=task.stop, seed=0, top_logprobs=4)
     completions = sampler.generate(tiny_params, prompts, sampling, version=3)
     trajectories, metrics = collect(completions, task, TOKENIZER, temperature=0.9)
     assert [t.group for t in trajectories] == [0] * 4 + [1] * 4 + [2] * 4
@@ -156,11 +156,16 @@ def test_from_prompts_to_a_batch_through_the_real_sampler(tiny_params):
         if t.stop is StopReason.EOS:
             assert t.completion[-1] in TINY.eos_ids  # the end token is part of what is trained
     for row_tokens in (None, 128):
-        batch = pack(trajectories, learner_version=3, pad_to_multiple=64, row_tokens=row_tokens)
+        layout = {"learner_version": 3, "pad_to_multiple": 64, "row_tokens": row_tokens}
+        batch = pack(trajectories, **layout, fill=("topk_logprob_behavior",))
         mask = np.asarray(batch.mask)
         assert set(np.asarray(batch.version)[mask]) == {3}
-        current = np.asarray(policy_output(tiny_params, TINY, batch).logprob)
-        np.testing.assert_allclose(current[mask], np.asarray(batch.logprob_behavior)[mask], atol=1e-4)
+        output = policy_output(tiny_params, TINY, batch, topk=True)
+        for current, behavior in (
+            (output.logprob, batch.logprob_behavior),
+            (output.topk_logprob, batch.topk_logprob_behavior),  # of the lists that the sampler made
+        ):
+            np.testing.assert_allclose(np.asarray(current)[mask], np.asarray(behavior)[mask], atol=1e-4)
     figures = evaluate(sampler, tiny_params, task, TOKENIZER, n=8, version=3)
     again = evaluate(sampler, tiny_params, task, TOKENIZER, n=8, version=3)
     assert figures == again and figures["eval/addition/greedy_accuracy_high"] < 1
