@@ -81,7 +81,7 @@ class TaskSettings:
 
 @_section
 class DataSettings:
-    """Rows of `jaxrl sft`: answers, or pairs of them when the objective is a preference loss."""
+    """Rows of `jaxrl sft`: answers, or pairs of them when the objective is a preference loss (kto: or answers with labels)."""
 
     path: str | None = None  # JSONL file, see data/sft.py and data/preferences.py
     eval_path: str | None = None  # default: up to evaluation.items of the rows of `path`, a tenth at most

@@ -47,8 +47,7 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
     if _reward_objective(store, version) is not None:
         raise InputError(
             f"{snapshot} holds a reward model: it scores answers and writes none, and other tools have no place for its "
-            "value head. Measure it on held-out pairs with `jaxrl eval CONFIG --snapshot RUN`, where data.path is a "
-            "preference file."
+            "value head. Measure it on the held-out pairs of its data with `jaxrl eval --snapshot RUN`."
         )
     model = configured_model(config)
     params, meta = store.restore_params(version, like=model.params)
