@@ -2490,18 +2490,19 @@ def trl_gkd(case):
     c, mask = case.config, case["labels"] != -100
     teacher = jax.nn.log_softmax(case["teacher_logits"] / c["temperature"], axis=-1)
     kind = {0.0: "forward", 1.0: "reverse"}.get(c["beta"], "jsd")
+    divergence = divergences.Divergence(kind, c["beta"])
 
-    def student(logits):
-        logprobs = jax.nn.log_softmax(logits / c["temperature"], axis=-1)
-        if kind == "jsd":
-            return divergences.jensen_shannon(logprobs, teacher, c["beta"])
-        return (divergences.forward_kl if kind == "forward" else divergences.reverse_kl)(logprobs, teacher)
+    def logprobs(logits):
+        return jax.nn.log_softmax(logits / c["temperature"], axis=-1)
 
     stage = jrl.imitate(kind=kind)
-    value = teacher_loss(case, stage, mask, student, "divergence")
+    value = teacher_loss(case, stage, mask, lambda x: divergence.value(logprobs(x), teacher), "divergence")
     (loss, _), grad = jax.value_and_grad(value, has_aux=True)(jnp.asarray(case["student_logits"]))
     case.same("loss", loss, case.out["loss"])
     case.same("gradient", grad, case.out["grad_student_logits"])
+    # In training the head takes this derivative, instead of differentiating.
+    slope = divergence.slope(logprobs(case["student_logits"]), teacher) / c["temperature"]
+    case.same("slope", slope * (mask / mask.sum())[..., None], case.out["grad_student_logits"])
 
 
 def at_top(ids):

@@ -255,13 +255,12 @@ def test_an_update_without_the_teacher_it_needs_is_refused():
     [
         ("opd", "policy/kl_in_advantage", 0.6),
         ("gkd", "policy/divergence_teacher", 0.1),
-        ("{recipe: gkd, beta: 0}", "policy/divergence_teacher", 0.1),
         (TOPK, "policy/divergence_teacher", 0.1),
     ],
 )
 def test_the_policy_becomes_its_teacher(objective, figure, share, tiny_run, tmp_path):
     """The teacher learned the task from rewards; the policy learns it from the teacher, and nobody shows it a reward."""
-    given = config(objective, f"teacher.snapshot={tiny_run}", "steps=20", "learner.row_tokens=128")
+    given = config(objective, f"teacher.snapshot={tiny_run}", "steps=18")
     assert train(given, tmp_path / "run") == 0
     rows = read_metrics(tmp_path / "run")
     distance = [row[figure] for row in rows]
@@ -280,25 +279,25 @@ def test_a_snapshot_names_its_teacher_and_does_not_hold_it(tiny_run, tmp_path):
     with SnapshotStore(half / "snapshots", keep_last=2) as store:
         assert store.discard_after(2) == [4]
         meta = store.meta(2)
-        size = sum(np.size(x) for x in jax.tree.leaves(store.restore_params(2)[0]))
     with SnapshotStore(tiny_run / "snapshots", read_only=True) as store:
         assert meta["teacher"] == store.meta()["fingerprint"]
-    manifest = json.loads(next((half / "snapshots" / "2" / "manifest").glob("*")).read_text())
-    kept = sum(int(np.prod(leaf["shape"])) for leaf in manifest["leaves"].values())
-    assert kept < 3.1 * size  # parameters and two moments
-    with pytest.raises(InputError, match="this run began with a teacher with the digest"):
-        train(given, half, resume=True, overrides=["teacher.snapshot=null", "teacher.source=tiny"])
+    manifest = half / "snapshots" / "2" / "manifest"
+    names = "".join(path.read_text() for path in manifest.rglob("*") if path.is_file())
+    assert "params/" in names and "teacher" not in names
     assert train(given, half, resume=True) == 0
     timeless = [
         [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in read_jsonl(path)]
         for path in (half / "metrics.jsonl", tmp_path / "whole" / "metrics.jsonl")
     ]
     assert timeless[0] == timeless[1]
+    with pytest.raises(InputError, match="this run began with a teacher with the digest"):
+        train(given, half, resume=True, overrides=["teacher.snapshot=null", "teacher.source=tiny"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["gkd", "[normalize_by_token, {imitate: {over: topk, k: 8}}]"])
-def test_given_answers_are_distilled_too(objective, tiny_run, tmp_path):
+def test_given_answers_are_distilled_too(tiny_run, tmp_path):
+    """Over the vocabulary and over lists at once."""
+    objective = "[normalize_by_token, {imitate: {}}, {imitate: {over: topk, k: 8, name: listed}}]"
     path = tmp_path / "answers.jsonl"
     rows = [{"prompt": f"{letter}{i}", "answer": "aa"} for letter in "abcdefgh" for i in range(4)]
     path.write_text("\n".join(map(json.dumps, rows)))

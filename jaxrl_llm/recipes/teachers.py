@@ -60,7 +60,7 @@ def gkd(beta: float = 0.5, coef: float = 1.0, entropy_coef: float | None = 0.0) 
 
     beta=0 is KL(T ‖ π) and beta=1 KL(π ‖ T), as in TRL, whose default 0.5 this is; towards the ends JSD_β itself
     vanishes with β or 1 - β. On the policy's own answers it is the paper's λ = 1, on given ones (`jaxrl sft`) λ = 0; a
-    mixture of both (TRL: half of the batches) is left out.
+    mixture of both (TRL: half of the batches) is left out. Both are taken at rollout.temperature (TRL: 0.9).
     """
     number("gkd", "beta", beta, low=0.0, high=1.0)
     kind = "forward" if beta == 0 else "reverse" if beta == 1 else "jsd"
