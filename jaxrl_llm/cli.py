@@ -1,7 +1,7 @@
 """The `jaxrl` command. Imports of JAX and of the package's heavy parts happen inside the commands.
 
 Exit codes: 0 done, 2 bad input (nothing was started), 75 stopped on request with a snapshot saved (run again
-with --resume), anything else a fault.
+with --resume), 130 and 143 interrupted and terminated at once, anything else a fault.
 """
 
 from __future__ import annotations
@@ -175,8 +175,11 @@ _Command = (
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the console script; ends the process with the exit code of the command."""
     command = tyro.cli(_Command, args=argv, prog="jaxrl", description=_DESCRIPTION)
+    from jaxrl_llm.stopping import TerminatedError, terminable
+
     try:
-        code = _run(command)
+        with terminable():
+            code = _run(command)
         sys.stdout.flush()
     except InputError as error:
         print(f"jaxrl: {redact_text(str(error))}", file=sys.stderr)
@@ -187,9 +190,11 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has left; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    except KeyboardInterrupt:
-        print("jaxrl: interrupted.", file=sys.stderr)
-        code = 130
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, TerminatedError)
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        print(f"jaxrl: {'terminated' if terminated else 'interrupted'}.{redact_text(notes)}", file=sys.stderr)
+        code = 143 if terminated else 130
     except Exception:  # a fault: shown whole, but not the secrets that its message may hold
         print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
         code = 1

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["EXIT_STOPPED", "StopRequest", "StoppedError"]
+__all__ = ["EXIT_STOPPED", "StopRequest", "StoppedError", "TerminatedError", "terminable"]
 
 EXIT_STOPPED = 75  # exit code: stopped on request or preemption with a snapshot saved
 
 
 class StoppedError(Exception):
     """The run was asked to stop while a rollout was under way; the state before it is whole."""
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM where there is nothing to save: the command ends like on Ctrl-C, and cleans up."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Inside, SIGTERM raises TerminatedError, so that what was begun is removed and child processes end too."""
+
+    def handle(*_: object) -> None:
+        raise TerminatedError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:

@@ -39,8 +39,8 @@ from jaxrl_llm.assembly import (
     build_sampler,
     build_task,
     configured_model,
-    held_out_items,
     configured_teacher,
+    held_out_items,
     prompt_room,
     sampling_params,
 )
@@ -547,9 +547,15 @@ def session(
     mine = not os.path.exists(folder / "config.yaml")
     try:
         return _session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
-    except InputError:
+    except BaseException as error:
         if mine:
             abandon_folder(folder)
+        begun = (folder / "config.yaml").is_file()
+        if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
+            error.add_note(
+                f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "
+                f"{invocation or folder / 'config.yaml'} --run {folder} --resume"
+            )
         raise
 
 
@@ -592,7 +598,11 @@ def _session(
                 stopped = loop(run, display, stop, metrics_out, samples_out)
             run.snapshots.wait()
         display.phase("report", 0, 0)
-        report = write_report(folder)
+        try:
+            report = write_report(folder)
+        except KeyboardInterrupt as error:
+            error.add_note(f"The run is saved; its report is written by: jaxrl report {folder}.")
+            raise
         if stopped:
             display.note(
                 f"Stopped after step {run.version} of {config.steps}. Go on with: "
