@@ -96,6 +96,9 @@ class DataSettings:
 class RolloutSettings:
     prompts: Positive = 16  # prompts (groups) per train step
     group_size: Positive = 8  # samples per prompt
+    # Dynamic sampling: groups whose rewards do not differ are left out of the update, and as many others are sampled
+    # in their place, in at most so many rounds more; 0: every group is trained on.
+    refill_rounds: Natural = 0
     max_tokens: Positive | None = None  # new tokens per sample; default: what the task says is enough
     temperature: Annotated[float, pydantic.Field(ge=1e-3, le=1e3)] = 1.0
     top_p: Fraction = 1.0
@@ -467,6 +470,11 @@ def parse_config(data: dict[str, Any], where: str = "config") -> Config:
 def _relations(c: Config) -> list[str]:
     """Relations between settings that cannot hold, each as one sentence with the remedy."""
     out = []
+    if c.rollout.refill_rounds and c.rollout.group_size < 2:
+        out.append(
+            "rollout.refill_rounds: a group of 1 sample never has rewards that differ; set rollout.group_size to 2 or "
+            "more, or refill_rounds to 0."
+        )
     if not c.model.source.strip():
         out.append(
             "model.source: is empty; give a model folder, a .gguf file, hf://ORG/NAME, pypi://NAME==VERSION or tiny."

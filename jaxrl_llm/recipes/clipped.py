@@ -98,7 +98,7 @@ def dapo(
     overlong_limit and overlong_buffer (tokens; buffer defaults to a fifth of the limit, as 4096 of 20480 in the
     paper) add the punishment, floored at -overlong_penalty as in the paper and OpenRLHF (verl, AReaL, tunix: no
     floor); filter_truncated adds overlong filtering. 0.2 and 0.28 are the paper's. Dynamic sampling is not here: it
-    changes what is sampled, and is a filter of the rollout.
+    changes what is sampled, and is set in the config (rollout.refill_rounds).
     """
     overlong = []
     if overlong_limit:
@@ -208,7 +208,7 @@ def prorl(
     """ProRL (arXiv 2505.24864): GRPO's l_t and advantage, mean over tokens, + kl_coef · k3 to a reference that is reset.
 
     The reset, every few hundred steps or when validation stalls, is set in the config (reference.reset_every and
-    reset_optimizer), and dynamic sampling is a filter of the rollout. 0.2 and 0.4 are the paper's; the default of
+    reset_optimizer), and so is dynamic sampling (rollout.refill_rounds). 0.2 and 0.4 are the paper's; the default of
     kl_coef is ours: that of verl and SkyRL.
     """
     return policy_gradient(

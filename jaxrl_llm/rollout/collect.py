@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.rollout.filters import by_group, is_informative
+from jaxrl_llm.rollout.filters import by_group, fill_groups, is_informative
 from jaxrl_llm.rollout.task import Task, item_of
 from jaxrl_llm.sampler.base import Completion
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -18,6 +18,7 @@ from jaxrl_llm.types import StopReason, Trajectory
 __all__ = [
     "collect",
     "completion_text",
+    "refilled",
     "rollout_metrics",
     "sampled_text",
     "score_completion",
@@ -137,6 +138,51 @@ def collect(
             "rollout/baseline_tokens": float(sum(len(c.tokens) for c in baselines)),
         }
     return trajectories, metrics
+
+
+def refilled(
+    sample: Callable[[int], tuple[list[Trajectory], dict[str, float]]], *, groups: int, max_rounds: int
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11), bounded: groups whose rewards do not differ are replaced.
+
+    verl and NeMo stop a run when the bound is reached (10 rounds), SkyRL goes on without (30); ours trains on the
+    groups that there are, with denominators counted from them. Where no group says anything the last round comes
+    back untrained (nothing in its masks), so that the update is skipped and counted.
+
+    Args:
+      sample: `collect`, of completions of so many new prompts.
+      groups, max_rounds: see `fill_groups`.
+
+    Returns:
+      (the trajectories to train on, metrics). The metrics are those of **everything that was sampled**: a mean over
+      what was kept would be drawn towards one half. Beside them rollout/rounds, rollout/groups_dropped and
+      rollout/groups_surplus, and the reward and length of what was dropped, since dropping is a choice of data.
+    """
+    sampled: list[Trajectory] = []
+    rounds: list[tuple[list[Trajectory], dict[str, float]]] = []
+
+    def one_round(missing: int) -> list[Trajectory]:
+        trajectories, metrics = sample(missing)
+        first = 1 + max((t.group for t in sampled), default=-1)
+        sampled.extend(dataclasses.replace(t, group=first + t.group) for t in trajectories)
+        rounds.append((trajectories, metrics))
+        return trajectories
+
+    filled = fill_groups(one_round, groups=groups, max_rounds=max_rounds)
+    metrics = rollout_metrics(sampled)
+    for name in rounds[0][1].keys() - metrics.keys():  # of greedy baselines: counts, and a mean over prompts
+        values = [of_round[name] for _, of_round in rounds]
+        prompts = [len(by_group(ours)) for ours, _ in rounds]
+        mean = name == "reward/baseline"
+        metrics[name] = float(np.average(values, weights=prompts)) if mean else sum(values)
+    dropped = [t for group in by_group(sampled).values() if not is_informative(group) for t in group]
+    rewards = [t.reward for t in dropped if t.reward is not None]
+    metrics |= filled.metrics | {
+        "rollout/dropped_reward": float(np.mean(rewards)) if rewards else 0.0,
+        "rollout/dropped_length": float(np.mean([t.mask.sum() for t in dropped])) if dropped else 0.0,
+    }
+    untrained = [dataclasses.replace(t, mask=np.zeros_like(t.mask)) for t in rounds[-1][0]]
+    return filled.trajectories or untrained, metrics
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from jaxrl_llm.recipes import remax
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.checks import reward_parts
-from jaxrl_llm.rollout.collect import collect, rollout_metrics, sampled_text
+from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, sampled_text
 from jaxrl_llm.rollout.filters import fill_groups, informative_groups, is_informative, scored_only
 from jaxrl_llm.rollout.pack import pack
 from jaxrl_llm.rollout.task import item_of, make_task, prompt_of
@@ -297,3 +297,66 @@ def test_lists_and_roles_reach_the_trajectory():
 
 def test_rewards_of_a_task_are_found_by_scoring():
     assert reward_parts(ADDITION) == ("reward", "format", "lenient")
+
+
+# --------------------------------------------------------------------------- dynamic sampling
+
+
+def in_rounds(*rounds):
+    """sample(missing) that gives the rewards of one round after the other, two a group, and what was asked for."""
+    asked = []
+
+    def sample(missing):
+        rewards = rounds[len(asked)]
+        asked.append(missing)
+        ours = [
+            trajectory(group=i, reward=r, uid=f"r{len(asked)}p{i}", sampled=1 + (r == 1.0))
+            for i, pair in enumerate(rewards)
+            for r in pair
+        ]
+        return ours, rollout_metrics(ours)
+
+    return sample, asked
+
+
+def test_groups_that_say_nothing_are_replaced():
+    sample, asked = in_rounds([(0, 1), (0, 0), (1, 1)], [(0, 0), (1, 0)], [(0, 1), (1, 0)])
+    kept, metrics = refilled(sample, groups=3, max_rounds=3)
+    assert asked == [3, 2, 1]
+    assert [t.group for t in kept] == [0, 0, 1, 1, 2, 2]
+    assert [t.prompt.uid for t in kept[::2]] == ["r1p0", "r2p1", "r3p0"]
+    # Of all seven groups: 6 of 14 rewards are 1. Of the kept ones it would be a half, whatever the policy can do.
+    assert metrics["reward/mean"] == pytest.approx(6 / 14)
+    assert (metrics["rollout/groups"], metrics["rollout/trajectories"]) == (7, 14)
+    assert metrics["rollout/rounds"] == 3
+    assert (metrics["rollout/groups_dropped"], metrics["rollout/groups_surplus"]) == (3, 1)
+    assert metrics["rollout/dropped_reward"] == pytest.approx(2 / 6)
+    assert metrics["rollout/dropped_length"] == pytest.approx((4 * 1 + 2 * 2) / 6)
+
+
+def test_refilling_ends_with_what_there_is():
+    sample, asked = in_rounds([(0, 1), (0, 0)], [(0, 0)])
+    kept, metrics = refilled(sample, groups=2, max_rounds=2)
+    assert asked == [2, 1] and len(kept) == 2 and metrics["rollout/groups_dropped"] == 2
+
+
+def test_nothing_to_learn_is_a_batch_that_trains_nothing():
+    sample, _ = in_rounds([(1, 1), (0, None)], [(0, 0), (None, None)])
+    kept, metrics = refilled(sample, groups=2, max_rounds=2)
+    assert len(kept) == 4 and not any(t.mask.any() for t in kept)
+    assert metrics["reward/mean"] == pytest.approx(2 / 5) and metrics["reward/errors"] == 3
+    assert not np.asarray(pack(kept, learner_version=0).mask).any()
+
+
+def test_greedy_baselines_of_several_rounds():
+    ours = [trajectory(group=g, reward=g, uid=f"p{g}") for g in range(3)]
+    extra = (
+        {"reward/baseline": 0.5, "rollout/baseline_tokens": 4.0},
+        {"reward/baseline": 1.0, "rollout/baseline_tokens": 3.0},
+    )
+    rounds = iter(
+        [(ours[:2], rollout_metrics(ours[:2]) | extra[0]), (ours[2:], rollout_metrics(ours[2:]) | extra[1])]
+    )
+    _, metrics = refilled(lambda missing: next(rounds), groups=2, max_rounds=2)
+    assert metrics["reward/baseline"] == pytest.approx((2 * 0.5 + 1 * 1.0) / 3)
+    assert metrics["rollout/baseline_tokens"] == 7
