@@ -63,6 +63,7 @@ from jaxrl_llm.learner.score import (
     teacher_needs,
     topk_size,
 )
+from jaxrl_llm.learner.share import trajectory_shares
 from jaxrl_llm.learner.state import finish_train_step, init_state, move_reference, reset_reference
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
@@ -152,6 +153,7 @@ class BaseRun(abc.ABC):
 
     command = "train"  # of `jaxrl`
     phase = "rollout"  # what getting the data is called, in the display and under time/
+    masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
 
     def __init__(
@@ -197,6 +199,7 @@ class BaseRun(abc.ABC):
                     chunk=learner.head_chunk,
                     entropy=entropy,
                     policy=policy,
+                    masses=self.command == "train",
                     teacher=None if teacher is None else teacher.config,
                 )
         except ValueError as error:
@@ -335,7 +338,7 @@ class BaseRun(abc.ABC):
         jax.block_until_ready(batch)
         scored = time.perf_counter()
         self.state = self.state.replace(objective_state=objective_state)
-        updates = []
+        updates, masses = [], []
         for epoch in range(config.learner.epochs):
             # One minibatch needs no order; several are drawn from shuffled rows.
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)
@@ -345,14 +348,24 @@ class BaseRun(abc.ABC):
                 if self.has_critic:
                     self.state, of_critic = self.critic_step(self.state, minibatch)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
+                if "gradient_mass" in metrics:
+                    mass = metrics.pop("gradient_mass").total
+                    masses.append((mass, minibatch.trajectory, minibatch.mask))
                 updates.append(metrics | of_critic)
         self.state = self.renew_reference(finish_train_step(self.state))
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
+        self.masses = masses
         return merge_updates(jax.device_get(updates)), {
             "time/score": scored - begin,
             "time/update": done - scored,
         }
+
+    def shares(self, number: int) -> list[float] | None:
+        """The part that each trajectory had in the gradients of the last train step, where it is measured."""
+        if not self.masses:
+            return None
+        return trajectory_shares(jax.device_get(self.masses), number).tolist()
 
     def renew_reference(self, state: LearnerState) -> LearnerState:
         """The state with the reference that the config wants after this train step."""
@@ -657,7 +670,8 @@ def loop(
             row["time/total"] = time.perf_counter() - begin
             row["time/tokens_per_second"] = run.speed(row)
             row = {"version": run.version, **row, **memory_metrics()}
-            samples_out.write(run.version, trajectories, run.tokenizer)
+            shares = run.shares(len(trajectories)) if trajectories else None
+            samples_out.write(run.version, trajectories, run.tokenizer, shares=shares)
             metrics_out.write(row)
             display.step(row)
             # After the row is on disk: a snapshot without the metrics of its own step could not be resumed exactly.

@@ -628,6 +628,9 @@ def test_baselines_roles_and_lists_resume_exactly(tmp_path):
     rows = figures(folder)
     assert all(0 <= row["reward/baseline"] <= 1 and row["rollout/baseline_tokens"] > 0 for row in rows)
     assert all(row["rollout/trajectories"] == 64 for row in rows)  # the greedy answers are not trained
+    samples = read_jsonl(folder / "samples.jsonl")
+    shares = [row["gradient_share"] for row in samples]
+    assert min(shares) == 0 and 1 / 64 < max(shares) < 0.5
     again = tmp_path / "again"
     shutil.copytree(folder, again)
     shutil.rmtree(again / "snapshots" / "4")

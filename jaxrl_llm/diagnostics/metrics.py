@@ -181,7 +181,13 @@ class SamplesWriter:
         self.path = self._lines.path
 
     def write(
-        self, version: int, trajectories: Sequence[Trajectory], tokenizer: Any, *, limit: int = 16
+        self,
+        version: int,
+        trajectories: Sequence[Trajectory],
+        tokenizer: Any,
+        *,
+        limit: int = 16,
+        shares: Sequence[float] | None = None,
     ) -> None:
         """Writes trajectories as text.
 
@@ -190,11 +196,17 @@ class SamplesWriter:
           trajectories: of one batch; when there are more than `limit`, they are picked at equal distances.
           tokenizer: has `decode(ids, skip_special=...)`.
           limit: most lines that are written.
+          shares: the part of each trajectory in the gradient, written as `gradient_share`; None: not known.
         """
         picked = list(range(len(trajectories)))
         if len(trajectories) > limit:
             picked = sorted({round(i * (len(trajectories) - 1) / max(1, limit - 1)) for i in range(limit)})
-        self.write_records(version, (_sample(trajectories[i], tokenizer) for i in picked))
+        records = [_sample(trajectories[i], tokenizer) for i in picked]
+        if shares is not None:
+            records = [
+                record | {"gradient_share": shares[i]} for record, i in zip(records, picked, strict=True)
+            ]
+        self.write_records(version, records)
 
     def write_records(self, version: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Writes one line per record of JSON values or NumPy scalars.

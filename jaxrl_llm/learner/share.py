@@ -9,8 +9,11 @@ always, or nearly never, answered right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.ops.numerics import quotient
 from jaxrl_llm.ops.segments import trajectories, trajectory_sum
@@ -18,7 +21,7 @@ from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
-__all__ = ["coefficients", "gradient_share"]
+__all__ = ["coefficients", "gradient_share", "trajectory_shares"]
 
 Array = jax.Array
 
@@ -35,6 +38,24 @@ def coefficients(objective: LossTransform, output: PolicyOutput, batch: TokenBat
         return evaluate(objective, detached.replace(logprob=logprob), batch, state).loss_sum
 
     return jax.grad(loss_sum)(detached.logprob)
+
+
+def trajectory_shares(
+    updates: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], number: int
+) -> np.ndarray:
+    """f64[number]: the part of Σ |c_t| over all updates of a train step that each trajectory has; 0 when there is none.
+
+    Args:
+      updates: (|c_t| f32[B, T], trajectory i32[B, T] with ids from 0, mask bool[B, T]) of each; |c_t| may have further,
+        inert rows.
+      number: of trajectories.
+    """
+    total = np.zeros(number)
+    for mass, trajectory, mask in updates:
+        mass = mass[: len(mask)]
+        usable = mask & np.isfinite(mass)
+        total += np.bincount(trajectory[usable], weights=mass[usable], minlength=number)
+    return total / (total.sum() or 1.0)
 
 
 def gradient_share(coefficient: Array, batch: TokenBatch) -> dict[str, Array]:

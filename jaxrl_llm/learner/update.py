@@ -95,6 +95,7 @@ def make_update_step(
     policy: Policy | None = None,
     teacher: ModelConfig | None = None,
     donate: bool = True,
+    masses: bool = False,
 ) -> UpdateStep:
     """Builds step(state, batch) -> (state, metrics), one jitted optimiser step.
 
@@ -126,6 +127,7 @@ def make_update_step(
         then a third argument, step(state, batch, teacher_params), and the batch has hidden_teacher: the teacher's
         decoder ran once for all updates (`learner.score.make_score_teacher`), here only its output head does.
       donate: False keeps the state that was passed in alive, at the price of a second copy.
+      masses: also give gradient_mass.
 
     Returns:
       step. Its metrics are `Mean`s: those of `evaluate`, and
@@ -138,6 +140,7 @@ def make_update_step(
         ratio_min, ratio_max smallest and largest current / anchor of a trained token; the anchor is the proximal
                              policy where the batch has its log-probs, else the behavior policy
         share_…              which prompts and lengths the update listens to, see `learner.share`
+        gradient_mass        with `masses`: |∂ loss_sum / ∂ logprob| f32[B, T] of each token, the one that is not a number
 
     Raises:
       ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
@@ -235,7 +238,11 @@ def make_update_step(
             "trained_tokens": figure(jnp.sum(batch.mask)),
             **merge_extremes(extremes),
         }
-        shares = gradient_share(coefficient.reshape(padded.shape), padded)
+        coefficient = coefficient.reshape(padded.shape)
+        shares = gradient_share(coefficient, padded)
+        if masses:
+            mass = jnp.abs(coefficient[: batch.shape[0]])
+            metrics["gradient_mass"] = Mean(mass, jnp.ones((), mass.dtype))
         metrics |= {name: figure(value) for name, value in shares.items()}
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:

@@ -6,7 +6,7 @@ import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm import recipes
-from jaxrl_llm.learner.share import coefficients, gradient_share
+from jaxrl_llm.learner.share import coefficients, gradient_share, trajectory_shares
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 
@@ -67,3 +67,15 @@ def test_nothing_to_train_gives_zeros():
     assert s["share_largest_group"] == s["share_groups"] == s["share_longest_quarter"] == 0
     _, s = share(recipes.grpo(), batch_of([0, 0], [1, 0], [0, 0]))
     assert set(s.values()) == {0.0}
+
+
+def test_shares_of_trajectories_over_several_updates():
+    trajectory = np.array([[0, 0, 1, 9], [2, 2, 2, 9]])
+    mask = np.array([[0, 1, 1, 0], [0, 1, 1, 0]], bool)
+    mass = np.array([[5, 1, 2, 5], [5, 3, np.nan, 5], [7, 7, 7, 7]], np.float32)  # its last row was added
+    one = trajectory_shares([(mass, trajectory, mask)], 4)
+    np.testing.assert_allclose(one, np.array([1, 2, 3, 0]) / 6)
+    two = trajectory_shares([(mass, trajectory, mask), (mass[:1], trajectory[:1] + 1, mask[:1])], 4)
+    np.testing.assert_allclose(two, np.array([1, 3, 5, 0]) / 9)
+    assert trajectory_shares([(0 * mass[:2], trajectory, mask)], 3).tolist() == [0, 0, 0]
+    assert trajectory_shares([], 2).tolist() == [0, 0]
