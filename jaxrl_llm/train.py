@@ -8,7 +8,8 @@ One train step, in the order in which it happens:
     a greedy completion of each prompt is a baseline).
  3. `rollout.collect` scores the completions: trajectories.
  4. `rollout.pack` lays them out as a `TokenBatch`.
- 5. `learner.score` fills the log-probs that `needed_fields(objective)` lists, and no others.
+ 5. `learner.score` fills the log-probs that `needed_fields(objective)` lists, and no others; those of a teacher too,
+    and its hidden states, from which updates take divergences over the whole vocabulary.
  6. `objective.prepare` writes advantage, weight, norm and count from the whole batch.
  7. `learner.update` takes one optimiser step per minibatch (`learner.critic` one before it, where the objective
     reads values; trpo's is that of `learner.trust_region`).

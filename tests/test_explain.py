@@ -46,8 +46,20 @@ def test_names_and_arguments_that_do_not_exist():
         explain.derivation("grpo", {"clip": 0.2})
 
 
-# Without a table: they compare pairs of answers, or read lists that such a batch does not have.
-NO_TABLE = {"cdpo", "dpo", "hinge", "ipo", "kto", "orpo", "reward_model", "robust_dpo", "simko", "simpo"}
+# Without a table: they compare pairs of answers, or read lists or a teacher that such a batch does not have.
+NO_TABLE = {
+    "cdpo",
+    "dpo",
+    "gkd",
+    "hinge",
+    "ipo",
+    "kto",
+    "orpo",
+    "reward_model",
+    "robust_dpo",
+    "simko",
+    "simpo",
+}
 
 
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
