@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import io
 import json
 import os
 import pathlib
@@ -177,6 +179,9 @@ def main(argv: list[str] | None = None) -> None:
     command = tyro.cli(_Command, args=argv, prog="jaxrl", description=_DESCRIPTION)
     from jaxrl_llm.stopping import TerminatedError, terminable
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows ? for the rest
     try:
         with terminable():
             code = _run(command)
@@ -195,10 +200,26 @@ def main(argv: list[str] | None = None) -> None:
         notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         print(f"jaxrl: {'terminated' if terminated else 'interrupted'}.{redact_text(notes)}", file=sys.stderr)
         code = 143 if terminated else 130
+    except OSError as error:
+        if error.filename is None and error.errno not in _OF_THE_DISK:
+            print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
+        else:  # not a fault of the program: a file that cannot be read or written
+            where = "" if error.filename is None else f"{error.filename}: "
+            print(redact_text(f"jaxrl: {where}{error.strerror or error}.{_remedy(error)}"), file=sys.stderr)
+        code = 1
     except Exception:  # a fault: shown whole, but not the secrets that its message may hold
         print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
     raise SystemExit(code)
+
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return " Make room; a run goes on from its newest snapshot with --resume."
+    return ""
 
 
 _DESCRIPTION = "RL post-training of language models in JAX. Start with: jaxrl train configs/quickstart.yaml"
@@ -238,7 +259,7 @@ def _run(command: Any) -> int:
 
 def _existing_run(path: str) -> pathlib.Path:
     run = pathlib.Path(path)
-    if not (run / "config.yaml").is_file():
+    if not os.path.isfile(run / "config.yaml"):  # also False for a name that no file can have
         raise InputError(
             f"{run} is not a run folder: it has no config.yaml. Give the folder that `jaxrl train` wrote."
         )
@@ -268,6 +289,8 @@ def _sft(args: Sft) -> int:
 def _run_folder(args: Train | Sft) -> pathlib.Path:
     """The folder asked for; else runs/NAME, numbered so that nothing is overwritten."""
     if args.run is not None:
+        if not args.run.strip():
+            raise InputError("--run: the name of the run folder is empty. Leave it out for one below runs/.")
         return pathlib.Path(args.run)
     name = pathlib.Path(args.config).stem
     own = re.compile(re.escape(name) + r"(-\d+)?")  # not tiny_async for tiny

@@ -26,6 +26,7 @@ from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.task import prompt_of
+from jaxrl_llm.run_folder import check_path
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.transforms import LossTransform, takes_pairs
 from jaxrl_llm.types import Prompt
@@ -202,6 +203,7 @@ def export(source: str, target: str, *, version: int | None = None) -> pathlib.P
       InputError: the target exists, or there is no such model or snapshot.
     """
     folder = pathlib.Path(target)
+    check_path(folder, "target")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose another target.")
     if (pathlib.Path(source) / "config.yaml").is_file():
@@ -209,5 +211,10 @@ def export(source: str, target: str, *, version: int | None = None) -> pathlib.P
         model, _ = load_policy(config, source, version)
     else:
         model = load_model(source)
-    save_hf(model.config, model.params, model.tokenizer, folder)
+    try:
+        save_hf(model.config, model.params, model.tokenizer, folder)
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written: {error.strerror or error}. Choose another target."
+        ) from None
     return folder

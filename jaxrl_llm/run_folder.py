@@ -14,9 +14,20 @@ from jaxrl_llm.config import Config, apply_overrides, as_data, flatten, load_con
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 
-__all__ = ["abandon_folder", "prepare_folder", "resumed_config"]
+__all__ = ["abandon_folder", "check_path", "prepare_folder", "resumed_config"]
 
 _NOTE = "# Secrets were replaced by ***: go on with this run by giving its original config file.\n"
+
+
+def check_path(path: str | pathlib.Path, what: str) -> None:
+    """Raises InputError for a name that no file can have, or that not every library here can handle."""
+    text = str(path)
+    if "\0" in text:
+        raise InputError(f"{what} {text!a}: a name cannot hold the character NUL. Give another.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} {text!a}: the name is not UTF-8. Give another.") from None
 
 
 def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
@@ -25,6 +36,7 @@ def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> Non
     Raises:
       InputError: the folder holds a run and `resume` is False, or holds none and it is True, or cannot be written.
     """
+    check_path(folder, "run folder")
     target = folder / "config.yaml"
     try:
         exists = target.is_file()
@@ -61,8 +73,8 @@ def abandon_folder(folder: pathlib.Path) -> None:
     Nothing is done when the run has written figures.
     """
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() or not metrics.stat().st_size:
-        with contextlib.suppress(OSError):  # the error that stopped the run is reported, not this one
+    with contextlib.suppress(OSError, ValueError):  # the error that stopped the run is reported, not this one
+        if not metrics.is_file() or not metrics.stat().st_size:
             (folder / "config.yaml").unlink(missing_ok=True)
 
 

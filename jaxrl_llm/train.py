@@ -564,7 +564,7 @@ def session(
     except BaseException as error:
         if mine:
             abandon_folder(folder)
-        begun = (folder / "config.yaml").is_file()
+        begun = os.path.isfile(folder / "config.yaml")
         if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
             error.add_note(
                 f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "

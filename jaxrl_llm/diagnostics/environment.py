@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.diagnostics.redact import redact, redact_text
+from jaxrl_llm.errors import InputError
 
 __all__ = ["describe_environment", "write_run_info"]
 
@@ -49,7 +50,14 @@ def write_run_info(run_dir: str | pathlib.Path, arguments: Sequence[str] | None 
     path = pathlib.Path(run_dir) / "run.json"
     command = " ".join(sys.argv if arguments is None else arguments)
     info = {**describe_environment(), "command": redact_text(command)}
-    path.write_text(json.dumps(redact(info), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(redact(info), indent=2, ensure_ascii=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8", errors="replace")  # an argument may be no UTF-8
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror or error}. Give another folder with --run, or make this one "
+            "writable."
+        ) from None
     return path
 
 

@@ -84,6 +84,17 @@ def _there(path: Path) -> bool:
     return False
 
 
+def _check_text(text: str) -> None:
+    """Raises InputError for text that cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"text {text[max(0, error.start - 20) : error.end + 20]!a} holds half of a surrogate pair (\\ud800 to \\udfff), "
+            "which is no character; remove it."
+        ) from None
+
+
 class Tokenizer:
     """A tokenizer in the Hugging Face `tokenizer.json` format, with special ids and a chat template.
 
@@ -237,6 +248,7 @@ class Tokenizer:
             somebody else wrote.
           add_bos: put BOS in front if this model expects one (`adds_bos`).
         """
+        _check_text(text)
         backend = self._control if allow_special else self._plain
         ids = backend.encode(text, add_special_tokens=False).ids
         return [self.bos_id, *ids] if add_bos and self.adds_bos and self.bos_id is not None else ids
@@ -468,6 +480,7 @@ class Tokenizer:
         return re.compile("|".join(re.escape(t) for t in self._special_texts))
 
     def _encode_guarded(self, text: str, guard: str) -> list[int]:
+        _check_text(text)
         if guard not in text:
             return self._control.encode(text, add_special_tokens=False).ids
         # Control tokens are those of the template: they have no guard in front. The text between two of
