@@ -63,6 +63,10 @@ class Item:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what only the task understands
     agent: int = 0  # the role that answers, 0, 1, …, for tasks that a policy plays in several
 
+    def __post_init__(self):
+        if isinstance(self.agent, bool) or not isinstance(self.agent, int) or not 0 <= self.agent < 2**31:
+            raise ValueError(f"Item: agent must be the number of a role, 0, 1, …, got {self.agent!r}.")
+
     @property
     def question(self) -> str:
         """The last thing the user said."""

@@ -12,6 +12,7 @@ from jaxrl_llm.rollout.checks import constant_answer_baseline, distinct_items, s
 from jaxrl_llm.rollout.task import (
     TASKS,
     HashStream,
+    Item,
     PromptFormat,
     is_held_out,
     item_of,
@@ -242,3 +243,9 @@ def test_constant_answer_baseline():
 
 def test_every_registered_task_is_tested_here():
     assert sorted(TASKS) == sorted(BUILT_IN)
+
+
+@pytest.mark.parametrize("agent", ["white", -1, 1.0, True])
+def test_a_role_is_a_number(agent):
+    with pytest.raises(ValueError, match="agent must be the number of a role"):
+        Item(messages=({"role": "user", "content": "x"},), answer="1", agent=agent)
