@@ -16,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,10 @@ from jaxrl_llm.transforms.evaluate import start_loss
 from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
 
 __all__ = [
+    "assert_gradient",
     "assert_mesh_invariant",
     "assert_on_policy_identity",
+    "assert_order_invariant",
     "assert_packing_invariant",
     "assert_padding_inert",
     "assert_split_invariant",
@@ -49,6 +52,7 @@ __all__ = [
     "check_transform",
     "complete",
     "float64",
+    "laws",
     "pack",
     "rows",
     "sample_batch",
@@ -177,42 +181,70 @@ def rows(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
     return _fields(batch, lambda x: x[start:stop])
 
 
-def pack(batch: TokenBatch, width: int | None = None) -> TokenBatch:
+def pack(batch: TokenBatch, width: int | None = None, *, trees: bool = False) -> TokenBatch:
     """The same sequences, several to a row: first fit, in order, into rows of `width` tokens (default 2 T).
 
     Args:
       batch: one sequence a row, right-padded, not prepared.
+      trees: the untrained tokens that begin all sequences of a group are laid out once, before them, as a shared
+        prefix (see `TokenBatch.segments`). The tokens are those of its first sequence.
     """
-    width = 2 * batch.shape[1] if width is None else width
     lengths = np.asarray(jnp.sum(batch.segments > 0, axis=1))
-    bins: list[list[tuple[int, int]]] = []
+    families = _families(batch, lengths) if trees else [(0, [row]) for row in range(len(lengths))]
+    sizes = [shared + sum(int(lengths[row]) - shared for row in members) for shared, members in families]
+    width = max([2 * batch.shape[1], *sizes]) if width is None else width
+    bins: list[list[int]] = []
     free: list[int] = []
-    for row, length in enumerate(lengths):
-        home = next((i for i, space in enumerate(free) if space >= length), None)
+    for family, size in enumerate(sizes):
+        home = next((i for i, space in enumerate(free) if space >= size), None)
         if home is None:
             bins.append([])
             free.append(width)
             home = len(bins) - 1
-        bins[home].append((row, int(length)))
-        free[home] -= int(length)
+        bins[home].append(family)
+        free[home] -= size
     source_row = np.zeros((len(bins), width), np.int32)
     source_column = np.zeros((len(bins), width), np.int32)
     segment = np.zeros((len(bins), width), np.int32)
-    for i, members in enumerate(bins):
-        at = 0
-        for number, (row, length) in enumerate(members, start=1):
-            source_row[i, at : at + length] = row
-            source_column[i, at : at + length] = np.arange(length)
-            segment[i, at : at + length] = number
-            at += length
-    padding = jnp.asarray(segment == 0)
 
-    def gather(x: Array) -> Array:
+    def lay_out(i: int, at: int, row: int, columns: np.ndarray, number: int) -> int:
+        cells = slice(at, at + len(columns))
+        source_row[i, cells], source_column[i, cells], segment[i, cells] = row, columns, number
+        return at + len(columns)
+
+    for i, chosen in enumerate(bins):
+        at = number = 0
+        # A sequence with a prompt of its own comes before the families: it must not see their prefix.
+        for f in sorted(chosen, key=lambda f: families[f][0] > 0):
+            shared, members = families[f]
+            at = lay_out(i, at, members[0], np.arange(shared), -1 - f)
+            for row in members:
+                number += 1
+                at = lay_out(i, at, row, np.arange(shared, int(lengths[row])), number)
+    padding, own = jnp.asarray(segment == 0), jnp.asarray(segment > 0)
+
+    def gather(x: Array, there: Array = own) -> Array:
         x = x[source_row, source_column]
-        return jnp.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), jnp.zeros((), x.dtype), x)
+        return jnp.where(there.reshape(there.shape + (1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
     packed = _fields(batch, gather)
-    return packed.replace(segments=jnp.asarray(segment), sequence=jnp.where(padding, -1, packed.sequence))
+    return packed.replace(
+        tokens=gather(batch.tokens, ~padding),
+        positions=gather(batch.positions, ~padding),
+        segments=jnp.asarray(segment),
+        sequence=jnp.where(own, packed.sequence, -1),
+    )
+
+
+def _families(batch: TokenBatch, lengths: np.ndarray) -> list[tuple[int, list[int]]]:
+    """(shared tokens, rows) of each group: what none of them trains, but for the token that predicts the first."""
+    group, mask = np.asarray(batch.group)[:, 0], np.asarray(batch.mask)
+    first = np.where(mask.any(axis=1), mask.argmax(axis=1), lengths)
+    families = []
+    for one in dict.fromkeys(group.tolist()):
+        members = np.flatnonzero(group == one).tolist()
+        families.append((max(0, int(first[members].min()) - 1) if len(members) > 1 else 0, members))
+    return families
 
 
 def complete(transform: LossTransform) -> LossTransform:
@@ -361,14 +393,38 @@ def _padding(at: _Setting) -> None:
 
 
 def assert_packing_invariant(objective: LossTransform, batch: TokenBatch | None = None) -> None:
-    """Padded rows and packed rows of the same sequences give the same loss, gradient and metrics."""
+    """Padded rows, packed rows, and rows that share the prompt of a group, give the same loss, gradient and metrics."""
     with float64():
-        _packing(_Setting(objective, batch))
+        setting = _Setting(objective, batch)
+        _packing(setting)
+        _trees(setting)
 
 
 def _packing(at: _Setting) -> None:
     prepared, _ = at.objective.prepare(pack(at.batch), at.objective.init())
     _same("packing", at, _measure(at.objective, at.params, prepared))
+
+
+def _trees(at: _Setting) -> None:
+    prepared, _ = at.objective.prepare(pack(at.batch, trees=True), at.objective.init())
+    _same("packing with shared prompts", at, _measure(at.objective, at.params, prepared))
+
+
+def assert_order_invariant(objective: LossTransform, batch: TokenBatch | None = None) -> None:
+    """The trajectories, or pairs, in reverse give the same loss, gradient and metrics."""
+    with float64():
+        _order(_Setting(objective, batch))
+
+
+def _order(at: _Setting) -> None:
+    if takes_pairs(at.objective):
+        order = np.arange(at.batch.shape[0]).reshape(-1, 2)[::-1].reshape(-1)
+    else:
+        of = np.asarray(at.batch.trajectory)[:, 0]
+        seen = list(dict.fromkeys(of.tolist()))
+        order = np.argsort([-seen.index(one) for one in of.tolist()], kind="stable")
+    prepared, _ = at.objective.prepare(_fields(at.batch, lambda x: x[order]), at.objective.init())
+    _same("order of the rows", at, _measure(at.objective, at.params, prepared))
 
 
 def assert_mesh_invariant(
@@ -377,7 +433,8 @@ def assert_mesh_invariant(
     """One device and any mesh give the same loss, gradient and metrics; rows are sharded over both axes.
 
     Args:
-      meshes: shapes (data, fsdp); default: (devices / 2, 2). Their sizes must divide the rows of the batch.
+      meshes: shapes (data, fsdp); default: (devices, 1) and (2, devices / 2). Their sizes must divide the rows of
+        the batch.
 
     Raises:
       ValueError: there is only one device (set jax_num_cpu_devices before JAX starts).
@@ -399,7 +456,7 @@ def _mesh(at: _Setting, meshes: Sequence[tuple[int, int]] | None) -> None:
 
     # Small programs, run once: compiling them fast matters more than running them fast.
     compiled = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-    for shape in meshes or ((len(devices) // 2, 2),):
+    for shape in meshes or ((len(devices), 1), (2, len(devices) // 2)):
         mesh = jax.sharding.Mesh(np.asarray(devices[: shape[0] * shape[1]]).reshape(shape), ("data", "fsdp"))
         by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -461,6 +518,78 @@ def _on_policy(at: _Setting) -> None:
             raise AssertionError(f"on-policy: {name} of {at.objective!r} is {float(value)}, not 0.")
 
 
+def assert_gradient(objective: LossTransform, batch: TokenBatch | None = None) -> None:
+    """The gradient is that of central differences, what the objective detaches (`stop_gradient`) held.
+
+    Finds a derivative that is written by hand and wrong, and values that change without one: a rounded log-prob, a
+    comparison in the place of a gate, a log-prob that went through NumPy.
+    """
+    with float64():
+        _gradient(_Setting(objective, batch))
+
+
+def _gradient(at: _Setting, step: float = 1e-6, tolerance: float = 1e-6) -> None:
+    def loss(params: Array) -> Array:
+        result = evaluate(at.objective, tiny_policy(params, at.prepared), at.prepared, at.objective.init())
+        return quotient(result.loss_sum, result.denominator)
+
+    held: list[Array] = []
+    with _holding(held, None):
+        loss(at.params)
+    direction = jnp.asarray(np.random.default_rng(0).normal(size=at.params.shape))
+    moved = []
+    for sign in (1, -1):
+        with _holding([], iter(held)):
+            moved.append(float(loss(at.params + sign * step * direction)))
+    expected = (moved[0] - moved[1]) / (2 * step)
+    found = float(jnp.sum(at.measured[1] * direction))
+    if not abs(found - expected) <= tolerance * max(1.0, abs(expected)):  # NaN is a violation, too
+        raise AssertionError(
+            f"gradient: along a random direction {at.objective!r} has the derivative {found}, its loss changes by "
+            f"{expected}. Detach what is meant to be held with jax.lax.stop_gradient."
+        )
+
+
+@contextlib.contextmanager
+def _holding(record: list[Array], replay: Iterator[Array] | None) -> Iterator[None]:
+    """Within it, `jax.lax.stop_gradient` records what it is given, or gives what was recorded instead."""
+
+    def one(x: Array) -> Array:
+        if isinstance(x, jax.core.Tracer):  # inside jit or vmap there is no value to hold
+            return x
+        record.append(x)
+        return x if replay is None else next(replay)
+
+    with mock.patch.object(jax.lax, "stop_gradient", lambda tree: jax.tree.map(one, tree)):
+        yield
+
+
+LAWS = {
+    "order": _order,
+    "padding": _padding,
+    "packing": _packing,
+    "trees": _trees,
+    "detached": _detached,
+    "gradient": _gradient,
+    "on_policy": _on_policy,
+}
+"""The laws besides those of splits and meshes, which take arguments: what `check_transform` runs, in this order."""
+
+
+def laws(transform: LossTransform) -> tuple[str, ...]:
+    """The laws that hold for this kind of transform.
+
+    Splits, order, padding and meshes, the detached weight and the gradient hold for all; packing for all but stages
+    over pairs, which have their answers on rows 2i and 2i + 1; the on-policy identity for ratios and surrogates:
+    where nothing but the ratio or the policy term is written.
+    """
+    writes = {write for info in transform.info for write in info.writes}
+    pairs = takes_pairs(transform)
+    ratio = writes <= {"loss.log_ratio", "loss.policy"} and not pairs
+    left_out = ({"packing", "trees"} if pairs else set()) | (set() if ratio else {"on_policy"})
+    return ("split", "mesh", *(law for law in LAWS if law not in left_out))
+
+
 def check_transform(
     transform: LossTransform,
     batch: TokenBatch | None = None,
@@ -468,31 +597,35 @@ def check_transform(
     splits: Sequence[Sequence[int]] = ((3, 1, 4),),
     mesh: bool | None = None,
     on_policy: bool | None = None,
+    only: Sequence[str] | None = None,
 ) -> None:
-    """Runs every law that holds for this kind of transform: a stage, or a whole objective.
-
-    Split, padding and packing invariance and the detached weight hold for all; the on-policy identity is one
-    of ratios and surrogates. Stages over pairs have their answers on rows 2i and 2i + 1: no packing, even splits.
+    """Runs every law that holds for this kind of transform (`laws`): a stage, or a whole objective.
 
     Args:
       mesh: whether to check mesh invariance, which compiles a program; default: where there are several devices.
-      on_policy: whether to check the on-policy identity; default: where nothing but the ratio or the policy term is
-        written. A surrogate that is no policy gradient on-policy, by design, says False.
+      on_policy: whether to check the on-policy identity; default: what `laws` says. A surrogate that is no policy
+        gradient on-policy, by design, says False.
+      only: the laws to run, of `laws`; default: all of them.
 
     Raises:
       AssertionError: a law does not hold; the text names the law, the objective and both numbers.
     """
     with float64():
         at = _Setting(transform, batch)
-        _split(at, splits)
-        _padding(at)
-        pairs = takes_pairs(at.objective)
-        if not pairs:
-            _packing(at)
-        _detached(at)
-        if len(jax.devices()) > 1 if mesh is None else mesh:
+        holding = set(laws(transform if takes_pairs(transform) else at.objective)) - {"on_policy"}
+        holding |= {"on_policy"} & set(laws(transform)) if on_policy is None else set()
+        if only is not None:
+            holding &= set(only)
+        if on_policy:
+            holding.add("on_policy")
+        if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(at.measured)):
+            raise AssertionError(
+                f"finite: {at.objective!r} gives the loss, gradient and metrics {at.measured}."
+            )
+        if "split" in holding:
+            _split(at, splits)
+        for law, holds in LAWS.items():
+            if law in holding:
+                holds(at)
+        if "mesh" in holding and (len(jax.devices()) > 1 if mesh is None else mesh):
             _mesh(at, None)
-        writes = {write for info in transform.info for write in info.writes}
-        usual = writes <= {"loss.log_ratio", "loss.policy"} and not pairs
-        if usual if on_policy is None else on_policy:
-            _on_policy(at)

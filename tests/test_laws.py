@@ -1,6 +1,8 @@
 """The laws of design §4, for every public stage from one table. A new public stage without a row fails."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxrl_llm as jrl
@@ -172,7 +174,71 @@ STAGES = {
 }
 # Surrogates whose gradient on-policy is not that of REINFORCE, by design.
 NOT_REINFORCE = {"simko_surrogate"}
-ROWS = [pytest.param(stage, id=str(stage.info)) for stages in STAGES.values() for stage in stages]
+# The first row of these is fast, all others are slow.
+QUICK_STAGES = set(
+    """group_advantage leave_one_out_advantage multi_reward_advantage returns_to_go gae whiten_advantage
+    shape_overlong penalize_kl_in_reward truncate_importance mask_importance mask_second_moment drop_stale
+    drop_truncated normalize_by_token normalize_by_sequence normalize_by_length_limit normalize_by_group token_ratio
+    sequence_ratio clip_surrogate cispo_surrogate geometric_surrogate penalize_kl reward_entropy
+    penalize_value_error imitate logistic_preference kto_preference masked scheduled""".split()
+)
+ROWS = [
+    pytest.param(
+        stage,
+        id=str(stage.info),
+        marks=[pytest.mark.slow] if number or name not in QUICK_STAGES else [],
+    )
+    for name, stages in STAGES.items()
+    for number, stage in enumerate(stages)
+]
+
+# Which law holds for which kind of stage, and of which kind each is.
+#   split      any micro-batches          order    any order of trajectories, or pairs
+#   padding    NaN under the mask         packing  several sequences a row      trees  rows with shared prompts
+#   mesh       1 device = 8 in two meshes  detached  no gradient through the weight
+#   gradient   central differences, what is detached held
+#   on_policy  behavior = proximal = current gives REINFORCE's gradient, clip fraction 0, KL 0
+EVERY = {"split", "order", "padding", "mesh", "detached", "gradient"}
+ROW_WISE = EVERY | {"packing", "trees"}
+LAWS = {
+    "reward": ROW_WISE,
+    "advantage": ROW_WISE,
+    "correction": ROW_WISE,
+    "normaliser": ROW_WISE,
+    "penalty": ROW_WISE,
+    "ratio": ROW_WISE | {"on_policy"},
+    "surrogate": ROW_WISE | {"on_policy"},
+    "preference": EVERY,  # an answer has a row, a pair the rows 2i and 2i + 1
+}
+OTHER_KINDS = {
+    "covariance_surrogate": "penalty",  # that of KL-Cov, too  # the kind of most is the end of their name
+    **dict.fromkeys(
+        ("rescale_reward", "shape_length", "shape_truncated", "shape_overlong", "penalize_kl_in_reward"),
+        "reward",
+    ),
+    **dict.fromkeys(("returns_to_go", "gae"), "advantage"),
+    **dict.fromkeys(
+        ("truncate_importance", "approximate_proximal", "decay_stale", "drop_stale", "drop_truncated"),
+        "correction",
+    ),
+    "sequence_ratio_per_token": "ratio",
+    **dict.fromkeys(
+        ("adaptive_kl", "adaptive_entropy", "reward_entropy", "imitate", "next_token"), "penalty"
+    ),
+    **dict.fromkeys(("normalize_by_pair", "imitate_chosen"), "preference"),
+    **dict.fromkeys(
+        ("masked", "scheduled"), "penalty"
+    ),  # of what they wrap: here penalties, and a correction
+}
+
+
+def kind_of(name):
+    if name in OTHER_KINDS:
+        return OTHER_KINDS[name]
+    begins = {"normalize_by": "normaliser", "penalize": "penalty", "mask_": "correction"}
+    by_start = [kind for start, kind in begins.items() if name.startswith(start)]
+    return by_start[0] if by_start else name.rpartition("_")[2]
+
 
 # The mesh law compiles a program for 8 devices, so it runs on chains that hold many stages each: between them,
 # every stage.
@@ -281,15 +347,23 @@ def test_every_stage_is_on_the_package_and_documented():
         assert factory.__doc__ and len(factory.__doc__) > 60, name
 
 
+def test_every_kind_has_its_laws():
+    for name, stages in STAGES.items():
+        for stage in stages:
+            assert set(testing.laws(stage)) == LAWS[kind_of(name)], stage
+
+
 @pytest.mark.parametrize("stage", ROWS)
 def test_stage_obeys_the_laws(stage):
+    """Those that compile little; the others are the chains', which hold every stage."""
     # Halves: one more shape to compile, where (3, 1, 4) would be three.
     on_policy = False if stage.info.stage in NOT_REINFORCE else None
-    testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy)
+    few = ("split", "padding", "packing", "detached", "on_policy")
+    testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy, only=few)
 
 
-# Each compiles programs for 8 devices, which takes ten seconds or more.
-QUICK = ("grpo", "groups", "streams", "given")
+# Each compiles programs for two meshes of 8 devices, which takes ten seconds or more.
+QUICK = ("grpo",)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +371,17 @@ QUICK = ("grpo", "groups", "streams", "given")
 )
 def test_chain_obeys_the_laws(name):
     testing.check_transform(CHAINS[name], splits=((4, 2, 2),), mesh=True)
+
+
+def test_rows_of_trees_share_prompts():
+    """The batch of the laws laid out as trees: fewer tokens, each branch with the prompt's last token before it."""
+    batch = testing.sample_batch()
+    packed, trees = testing.pack(batch), testing.pack(batch, trees=True)
+    assert np.sum(trees.segments != 0) < np.sum(packed.segments != 0) == np.sum(batch.segments != 0)
+    assert len(set(np.asarray(trees.segments)[np.asarray(trees.segments) < 0].tolist())) == 3  # groups
+    assert np.sum(trees.mask) == np.sum(batch.mask)
+    starts = np.pad(np.diff(np.asarray(trees.segments), axis=1), ((0, 0), (1, 0)), constant_values=1) != 0
+    assert not np.any(starts & np.asarray(trees.mask))
 
 
 @pytest.mark.parametrize("name", ["truncate_importance", "mask_importance"])
@@ -361,9 +446,87 @@ class TestTheChecksFindViolations:
         with pytest.raises(AssertionError, match="weight"):
             testing.assert_weight_detached(bad(apply, writes=("loss.weight",)))
 
+    def test_hand_written_derivative(self):
+        @jax.custom_jvp
+        def square(x):
+            return x**2
+
+        square.defjvp(lambda primals, tangents: (primals[0] ** 2, primals[0] * tangents[0]))  # 2 is missing
+
+        def apply(loss, batch):
+            return loss.penalize("broken", square(loss.logprob))
+
+        with pytest.raises(AssertionError, match="gradient.*derivative"):
+            testing.assert_gradient(bad(apply, writes=("loss.penalties",)))
+
+    def test_value_without_a_derivative(self):
+        def apply(loss, batch):
+            return loss.penalize("broken", jnp.exp(jnp.sign(loss.logprob + 2.0) * jax.lax.stop_gradient(1.0)))
+
+        def rounded(loss, batch):
+            return loss.penalize("broken", loss.logprob.astype(jnp.float16))
+
+        testing.assert_gradient(bad(apply, writes=("loss.penalties",)))  # flat but at its steps
+        with pytest.raises(AssertionError, match="gradient"):
+            testing.assert_gradient(bad(rounded, writes=("loss.penalties",)))
+
+    def test_detached_on_purpose_is_held(self):
+        def apply(loss, batch):
+            return loss.penalize("kept", jax.lax.stop_gradient(jnp.exp(loss.logprob)) * loss.logprob)
+
+        testing.assert_gradient(bad(apply, writes=("loss.penalties",)))
+
+    def test_first_row_as_baseline(self):
+        def prepare(batch):
+            return batch.replace(reward=batch.reward + jnp.sum(batch.reward[0]) * batch.reward**2)
+
+        with pytest.raises(AssertionError, match="order of the rows"):
+            testing.assert_order_invariant(
+                bad(prepare=prepare, reads=("batch.reward",), writes=("batch.reward",))
+            )
+
     def test_surrogate_of_another_sign(self):
         def apply(loss, batch):
             return loss.replace(policy=batch.advantage * loss.logprob)
 
         with pytest.raises(AssertionError, match="on-policy"):
             testing.assert_on_policy_identity(bad(apply, reads=("batch.advantage",), writes=("loss.policy",)))
+
+
+def local_count(loss, batch):
+    return loss.penalize("broken", loss.logprob / jnp.maximum(jnp.sum(batch.mask), 1))
+
+
+def leaking_weight(loss, batch):
+    return loss.replace(weight=loss.weight * jnp.exp(loss.logprob - batch.logprob_behavior))
+
+
+def reads_padding(loss, batch):
+    return loss.penalize("broken", loss.logprob * jnp.sum(batch.value, axis=1, keepdims=True))
+
+
+def row_order(batch):
+    later = jnp.arange(batch.shape[0])[:, None] * (batch.reward != 0)
+    return batch.replace(reward=batch.reward + 0.1 * later)
+
+
+def not_finite(loss, batch):
+    return loss.penalize("broken", jnp.log(loss.logprob))
+
+
+@pytest.mark.parametrize(
+    "apply, prepare, reads, writes, law",
+    [
+        (local_count, None, (), ("loss.penalties",), "split"),
+        (leaking_weight, None, (), ("loss.weight",), "weight|gradient"),
+        (reads_padding, None, (), ("loss.penalties",), "padding"),
+        (None, row_order, ("batch.reward",), ("batch.reward",), "order of the rows"),
+        (not_finite, None, (), ("loss.penalties",), "finite"),
+    ],
+    ids=["local count", "leaking weight", "reads padding", "row order", "not finite"],
+)
+def test_check_transform_names_the_law_that_a_wrong_stage_breaks(apply, prepare, reads, writes, law):
+    stage = bad(apply, prepare, reads, writes)
+    with pytest.raises(AssertionError, match=law) as found:
+        testing.check_transform(stage, splits=((4, 4),), mesh=False)
+    assert "broken" in str(found.value)
