@@ -28,6 +28,7 @@ from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
@@ -352,7 +353,8 @@ def head_output(
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
         block(active, False),
         None if listed is None else block(listed, 0),
-        None if hidden_teacher is None else block(hidden_teacher, 0),
+        # 0 and not what is there: a NaN times a cotangent of 0 would reach the weight.
+        None if hidden_teacher is None else block(keep(active[..., None], hidden_teacher), 0),
         teacher_weight,
     )
     if not entropy:
@@ -500,7 +502,7 @@ def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch) -> Array:
     """
     hidden = forward(params, config, batch.tokens, batch.positions, batch.segments)
     wanted = batch.mask & _continues(batch.segments)
-    return jnp.where(wanted[..., None], _behind(hidden), jnp.zeros((), hidden.dtype))
+    return keep(wanted[..., None], _behind(hidden))
 
 
 def likeliest_tokens(
