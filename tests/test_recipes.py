@@ -172,3 +172,91 @@ def test_recipe_equals_its_paper(name):
             down[b, t] -= h
             expected[b, t] = (numpy_loss(name, up, mu, mask) - numpy_loss(name, down, mu, mask)) / (2 * h)
         np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+NONSENSE = ("nonsense", "", -1.0, -1e30, float("nan"), -float("inf"), 1.5, True, [], {})
+HUGE = (1e30, float("inf"))
+
+
+def tried():
+    names = sorted(recipes.RECIPES)
+    return [(name, key) for name in names for key in inspect.signature(build_of(name)).parameters]
+
+
+def build_of(name):
+    return recipes.RECIPES[name]
+
+
+def outcome(name, argument, value):
+    """The objective, or None where the recipe refuses the value by the argument's name."""
+    try:
+        return build_of(name)(**{**REQUIRED.get(name, {}), argument: value})
+    except ValueError as error:
+        assert argument.rpartition("_")[2] in str(error), f"{name}({argument}={value!r}): {error}"
+        return None
+
+
+@pytest.mark.parametrize("name", sorted(recipes.RECIPES))
+def test_nonsense_is_refused_by_name(name):
+    for argument, parameter in inspect.signature(build_of(name)).parameters.items():
+        for value in NONSENSE:
+            if outcome(name, argument, value) is not None:
+                what = f"{name}({argument}={value!r}) was accepted"
+                if isinstance(value, bool):
+                    assert isinstance(parameter.default, bool), what
+                else:
+                    assert value in (-1.0, -1e30, 1.5) and not isinstance(parameter.default, bool), what
+                    assert value == 1.5 or argument in (
+                        "entropy_coef",
+                        "coef",
+                        "threshold",
+                        "gamma",
+                        "delta",
+                    ), what
+                    assert value != 1.5 or type(parameter.default) is not int, what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, argument", tried())
+def test_huge_values_are_refused_or_finite(name, argument):
+    batch = testing.sample_batch()
+    output = testing.tiny_policy(testing.tiny_policy_params(1), batch)
+    for value in HUGE:
+        objective = outcome(name, argument, value)
+        if objective is None:
+            continue
+
+        def loss(logprob, objective=objective):
+            return jrl.loss(objective, output.replace(logprob=logprob), batch)[0]
+
+        found, gradient = jax.value_and_grad(loss)(output.logprob)
+        assert np.isfinite(found) and np.all(np.isfinite(gradient)), f"{name}({argument}={value!r}): {found}"
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("grpo", {"kl_estimator": "k2"}),
+        ("ppo", {"value_clip": 0.3}),
+        ("dapo", {"overlong_buffer": 4}),
+        ("dapo", {"overlong_penalty": 0.5}),
+        ("dppo", {"k": 8}),
+        ("trpo", {"gamma": 0.9}),
+        ("trpo", {"lam": 0.9, "eps": 1e-4}),
+        ("opd", {"kind": "forward"}),
+        ("sft", {"threshold": 0.5}),
+    ],
+)
+def test_an_argument_without_effect_is_refused(name, arguments):
+    with pytest.raises(ValueError, match=rf"{name}: {list(arguments)[-1]}=.* has no effect unless"):
+        build_of(name)(**arguments)
+
+
+def test_the_same_arguments_with_an_effect():
+    jrl.grpo(kl_coef=0.1, kl_estimator="k2")
+    jrl.dapo(overlong_limit=20, overlong_buffer=4, overlong_penalty=0.5)
+    jrl.dppo("topk_kl", k=8)
+    jrl.trpo(gamma=0.9, lam=0.0)
+    jrl.sft(positive=True, threshold=0.5)
+    with pytest.raises(ValueError, match="grpo: kl_estimator must be one of .*k9"):
+        jrl.grpo(kl_estimator="k9")

@@ -67,6 +67,8 @@ def _check(name: str, arguments: dict[str, Any], defaults: dict[str, Any], needs
             choice(name, argument, value, _CHOICES[argument])
         elif isinstance(defaults.get(argument), bool) and not isinstance(value, bool):
             raise ValueError(f"{name}: {argument} must be true or false, got {value!r}.")
+        elif type(defaults.get(argument)) is int and type(value) is not int:
+            raise ValueError(f"{name}: {argument} must be a whole number, got {value!r}.")
     for argument, need in needs.items():
         if arguments[argument] != defaults[argument] and not need.holds(arguments[need.argument]):
             raise ValueError(

@@ -17,6 +17,7 @@ from jaxrl_llm.transforms import (
     token_ratio,
     truncate_importance,
 )
+from jaxrl_llm.transforms.checks import number
 
 __all__ = ["decoupled_ppo", "icepop", "m2po"]
 
@@ -37,6 +38,7 @@ def decoupled_ppo(
     approximate=True interpolates the proximal policy by versions and needs no second forward pass. Departure: the
     advantage is relative to the group, without a critic.
     """
+    number("decoupled_ppo", "cap", cap, positive=True, optional=True)
     if approximate:
         corrections, ratio = [], approximate_proximal(cap=cap)
     else:

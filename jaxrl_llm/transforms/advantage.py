@@ -264,6 +264,8 @@ def multi_reward_advantage(
     """
     name = "multi_reward_advantage"
     kernel = scaling(name, scale, ddof, eps)
+    if not isinstance(weights, Mapping | None):
+        raise ValueError(f"{name}: weights must be {{part of the reward: number}}, or None, got {weights!r}.")
     for part, weight in (weights or {}).items():
         checks.number(name, f"weights[{part!r}]", weight)
     if weights is not None and not weights:
