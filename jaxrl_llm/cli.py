@@ -343,6 +343,10 @@ def _eval(args: Eval) -> int:
     from jaxrl_llm.diagnostics.display import evaluation_table
 
     policy = f"step {result['version']} of {args.snapshot}" if args.snapshot else config.model.source
+    if any(key.endswith("/pair_accuracy") for key in result):  # of a reward model
+        figures = {key: value for key, value in result.items() if key.startswith("eval/")}
+        print("\n".join([policy, *(f"{key}  {value:.4g}" for key, value in figures.items())]))
+        return 0
     print(f"{policy}\n{evaluation_table(result)}")
     return 0
 

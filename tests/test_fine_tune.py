@@ -101,7 +101,7 @@ def test_every_preference_loss_falls_and_pair_accuracy_rises(objective, load, tm
 
 
 @pytest.mark.slow
-def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp_path):
+def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp_path, capsys):
     config = load("reward_model", "steps=4", "optimizer.learning_rate=1e-2", "snapshots.every=0")
     run = tmp_path / "run"
     assert sft(config, run) == 0
@@ -109,6 +109,10 @@ def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp
     last = figures(run)[-1]
     assert measured == {k: v for k, v in last.items() if k.startswith("eval/") or k == "version"}
     assert measured["version"] == 4 and 0 <= measured["eval/pairs/pair_accuracy"] <= 1
+    assert main(["eval", "--snapshot", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"step 4 of {run}\n" in shown
+    assert f"eval/pairs/pair_accuracy  {measured['eval/pairs/pair_accuracy']:.4g}\n" in shown
     for use in (
         lambda: sample_config(config, snapshot=str(run)),
         lambda: export(str(run), str(tmp_path / "hf")),
