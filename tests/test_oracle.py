@@ -72,32 +72,36 @@ CONVENTIONS = {
     "no_half": "slime's value loss has no 1/2.",
 }
 
+# Functions that no chain of ours is: a convention that we refuse, or no objective.
 REFUSED = {
     (
         "trl",
         "rloo_compute_loss",
-    ): "Clips the product of the token ratios of a sequence, whose spread grows with its length; "
-    "ours pools by the geometric mean (`sequence_ratio`), and `rloo` is on-policy and has no ratio.",
+    ): "PPO's clip of the product of the token ratios of a sequence. A product of n ratios "
+    "leaves [0.8, 1.2] at a drift of 0.2 / n a token, so that long answers are clipped for their length. `sequence_ratio` "
+    "is the geometric mean, and the recipe rloo has no ratio.",
     ("areal", "staleness_capacity"): "How many rollouts may be started: a rule of a scheduler, no objective.",
 }
 
+# Functions of rarer methods that are not implemented.
 LATER = {
-    "rlax": "vtrace_td_error_and_advantage",
+    "rlax": "vtrace_td_error_and_advantage",  # V-trace
     "verl": "adv_optimal_token_baseline adv_tir_optimal_token_baseline ",
 }
 
+# Configurations of the functions in ADAPTERS that are left out: a convention refused, or a rarer method.
 LATER_CONFIGURATIONS = {
-    "rarer preference losses": "EXO, NCA, BCO, SPPO, AOT, APO, DiscoPOP and f-DPO variants of TRL: refused, no recipe names them",
-    "random Clip-Cov": "which of several tokens is drawn depends on PyTorch's generator",
-    "PPO mask of another policy": "an ablation of DPPO's authors: PPO's mask from the proximal policy under the ratio to "
-    "the sampler",
-    "rejection by k2 or k3": "ours rejects by the ratio itself",
-    "leave-one-out std": "NeMo's GDPO with statistics of the others for each part",
-    "mass outside the top k": "NeMo adds 100 times the student's mass outside the top k: no divergence; ours counts "
+    "rarer preference losses": "EXO, NCA, BCO, SPPO, AOT, APO, DiscoPOP and the f-DPO variants of TRL: not implemented",
+    "random Clip-Cov": "which of several tokens is drawn depends on PyTorch's generator: not implemented; ours takes those "
+    "of the largest covariance",
+    "PPO mask of another policy": "refused: an ablation of DPPO's authors, that masks by one ratio (to the learner) what it "
+    "weighs by another (to the sampler)",
+    "spread within a sequence": "refused: a bound on the sum or the mean of k2 or k3 over a sequence cannot be told in ratios. "
+    "Its mean log-ratio is bounded by `mask_importance`, its largest by `mask_outlier_sequences`",
+    "mass outside the top k": "refused: NeMo adds 100 times the student's mass outside the top k: no divergence; ours counts "
     "it as one entry",
-    "Huber beyond its bend": "AReaL's option is quadratic below an error of 10 and linear above; ours quadratic",
-    "mean of micro-batch means": "depends on the split: what the algebra rules out",
-    "metric": "a metric that ours does not report",
+    "Huber beyond its bend": "refused: AReaL's option is linear above an error of 10, which rewards of [-1, 1] never have",
+    "mean of micro-batch means": "refused: depends on the split, which the algebra rules out",
 }
 
 
@@ -843,8 +847,7 @@ def several(case, parts, weights, group, mask, after, theirs, eps, scale="std", 
 
 def nemo_gdpo(case):
     c = case.config
-    if c["use_leave_one_out_baseline"] or not c["normalize_rewards"]:
-        raise Later("leave-one-out std")
+    assert c["normalize_rewards"] and not c["use_leave_one_out_baseline"], c
     case.convention("float32")
     parts = {k: case[k] for k in sorted(case.inputs) if k.startswith("reward_")}
     weights = dict(zip(parts, c["reward_weights"] or [1.0] * len(parts), strict=True))
@@ -1228,11 +1231,27 @@ def bounds(text):
     return 1.0 / float(text), float(text)
 
 
+def ratios_below(kind, limit):
+    """(low, high): the ratios e^q with q²/2 (k2) or e^q - 1 - q (k3) ≤ limit."""
+    roots = []
+    for q in (-math.sqrt(2 * limit), math.sqrt(2 * limit)):
+        for _ in range(60 if kind == "k3" else 0):  # Newton, from where the two agree to third order
+            q -= (math.expm1(q) - q - limit) / math.expm1(q)
+        roots.append(q)
+    return math.exp(roots[0]), math.exp(roots[1])
+
+
 def verl_rejection(option, threshold):
     """Stages of one of verl's rejection options; its k1 bounds are on behavior / proximal."""
+    level, _, kind = option.rpartition("_")
+    if kind in ("k2", "k3"):
+        low, high = ratios_below(kind, float(threshold))
+        if level == "token":
+            return jrl.mask_importance(low, high, reweight=False, renormalize=True, name=option)
+        if level == "seq_max":
+            return jrl.mask_outlier_sequences(low, high, renormalize=True)
+        raise Later("spread within a sequence")
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-    if option not in levels:
-        raise Later("rejection by k2 or k3")
     low, high = bounds(threshold)
     # A hair wider: theirs compares logarithms, ours ratios.
     return jrl.mask_importance(
@@ -1512,7 +1531,14 @@ def areal_policy(case):
     if r is None:
         corrections = []
     elif r["metric"] != "ratio":
-        raise Later("rejection by k2 or k3")
+        assert r["action"] == "mask" and r["lower"] is None, r
+        low, high = (1 / x for x in reversed(ratios_below(r["metric"].removeprefix("kl_"), r["upper"])))
+        if r["level"] == "token":  # of behavior / proximal
+            corrections = [jrl.mask_importance(low, high)]
+        elif r["agg"] == "max":
+            corrections = [jrl.truncate_importance(math.inf), jrl.mask_outlier_sequences(low, high)]
+        else:
+            raise Later("spread within a sequence")
     elif r["level"] == "token":
         if r["action"] == "clamp":
             corrections = [jrl.truncate_importance(r["upper"], floor=r["lower"] or 0.0)]
