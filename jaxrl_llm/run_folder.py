@@ -27,7 +27,9 @@ def check_path(path: str | pathlib.Path, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{what} {text!a}: the name is not UTF-8. Give another.") from None
+        raise InputError(
+            f"{what} {text!a}: the name is not UTF-8 (or the locale is not: set PYTHONUTF8=1). Give another."
+        ) from None
 
 
 def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
