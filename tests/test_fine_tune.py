@@ -109,7 +109,9 @@ def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp
     last = figures(run)[-1]
     assert measured == {k: v for k, v in last.items() if k.startswith("eval/") or k == "version"}
     assert measured["version"] == 4 and 0 <= measured["eval/pairs/pair_accuracy"] <= 1
-    assert main(["eval", "--snapshot", str(run)]) == 0
+    with pytest.raises(SystemExit) as done:
+        main(["eval", "--snapshot", str(run)])
+    assert not done.value.code
     shown = capsys.readouterr().out
     assert f"step 4 of {run}\n" in shown
     assert f"eval/pairs/pair_accuracy  {measured['eval/pairs/pair_accuracy']:.4g}\n" in shown
