@@ -330,7 +330,6 @@ def _eval(args: Eval) -> int:
 
     config = _settings(args)
     with _stdout_to_stderr(args.json), _showing_progress() as phase:
-        phase("loading", 0, None)
         result = inference.evaluate_config(
             config,
             snapshot=args.snapshot,
