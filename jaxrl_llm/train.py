@@ -80,7 +80,7 @@ from jaxrl_llm.objectives import (
     uses_groups,
 )
 from jaxrl_llm.rollout.checks import reward_parts
-from jaxrl_llm.rollout.collect import collect
+from jaxrl_llm.rollout.collect import collect, refilled
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
@@ -88,7 +88,7 @@ from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import LossTransform, needed_fields, needs, takes_pairs
-from jaxrl_llm.types import LearnerState, Mean, TokenBatch
+from jaxrl_llm.types import LearnerState, Mean, TokenBatch, Trajectory
 
 __all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
 
@@ -468,26 +468,35 @@ class Run(BaseRun):
             greedy_too="baseline_reward" in self.needed,
         )
 
-    def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
-        """Prompts, completions, rewards: one packed batch, its trajectories and their metrics."""
-        config = self.config
-        prompts = self.source.next_batch(config.rollout.prompts)
+    def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
+        """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
         completions = self.policy.sampler.generate(
             self.state.params,
-            prompts,
+            self.source.next_batch(prompts),
             self.sampling,
             version=self.version,
             on_progress=on_progress,
         )
         n = self.sampling.n
-        trajectories, metrics = collect(
+        return collect(
             [c for c in completions if c.index < n],
             self.policy.task,
             self.tokenizer,
-            temperature=config.rollout.temperature,
+            temperature=self.config.rollout.temperature,
             parts=[name for name in self.parts if name != "reward"],
             baselines=[c for c in completions if c.index == n] if self.sampling.greedy_too else None,
         )
+
+    def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
+        """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
+        config = self.config
+        wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
+        if refills:
+            trajectories, metrics = refilled(
+                lambda missing: self.sample(missing, on_progress), groups=wanted, max_rounds=1 + refills
+            )
+        else:
+            trajectories, metrics = self.sample(wanted, on_progress)
         batch = pack(
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,

@@ -555,6 +555,43 @@ def test_d07_rewards_that_are_all_zero_change_nothing(task_with, start):
     assert len(set(uids)) == 24  # the prompts were consumed all the same
 
 
+def test_refilled_batches_hold_what_says_something_and_resume_exactly(start):
+    """Dynamic sampling: at the start hardly any group has rewards that differ."""
+    config = short("rollout.refill_rounds=3", "steps=4")
+    code, folder = start(config)
+    assert code == 0
+    rows = figures(folder)[1:]
+    assert any(row["rollout/groups_dropped"] > 0 for row in rows)
+    assert all(1 <= row["rollout/rounds"] <= 4 for row in rows)
+    for row in rows:
+        trained = (
+            row["rollout/groups_sampled"] - row["rollout/groups_dropped"] - row["rollout/groups_surplus"]
+        )
+        assert (row["optimizer/trained_tokens"] > 0) == (trained > 0)
+        assert not trained or row["policy/group_no_signal"] == 0
+    assert learned_something(folder)
+    again = folder.parent / "again"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "snapshots" / "4")
+    assert train(config, again, resume=True) == 0
+    same_run(again, folder)
+
+
+def test_refilling_in_vain_skips_the_update(task_with, start):
+    task_with(lambda text: Score(1.0, {}, "always"))
+    code, folder = start(short("task.name=strange", "steps=2", "rollout.refill_rounds=2"))
+    assert code == 0
+    for row in figures(folder)[1:]:
+        assert row["rollout/rounds"] == 3 and row["rollout/groups_dropped"] == 24
+        assert row["optimizer/skipped"] == 1 and row["optimizer/trained_tokens"] == 0
+    jax.tree.map(np.testing.assert_array_equal, params(folder), load_model("tiny").params)
+
+
+def test_groups_of_one_cannot_be_refilled():
+    with pytest.raises(InputError, match="rollout.refill_rounds: a group of 1 sample"):
+        short("rollout.refill_rounds=1", "rollout.group_size=1", "objective=reinforce")
+
+
 def broken(text):
     raise RuntimeError("the judge is down")
 
