@@ -88,8 +88,8 @@ def m2po(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """Second-moment trust policy optimisation (M2PO; Zheng et al., "Prosperity before Collapse", 2025; on PPO, arXiv
-    1707.06347): w_t max(-A r_t, -A clip(r_t)) of the tokens left, r_t = π / proximal, w_t = proximal / behavior.
+    """Second-moment trust policy optimisation (M2PO, arXiv 2510.01161): w_t max(-A r_t, -A clip(r_t)) of the tokens
+    left, r_t = π / proximal, w_t = proximal / behavior.
 
     For stale data: the fewest tokens are dropped that bring the mean of (log behavior - log proximal)² below limit, and
     leave the denominator, as AReaL does it; mean over tokens. limit 0.04 is the paper's and AReaL's.

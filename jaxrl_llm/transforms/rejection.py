@@ -74,7 +74,7 @@ def mask_outlier_sequences(low: float | None = 1e-4, high: float | None = 100.0,
 def mask_second_moment(limit: float = 0.04, renormalize: bool = True):
     """Drops the tokens with the largest M_t = (log behavior - log proximal)² until the mean of the rest is < limit.
 
-    Second-moment trust policy optimisation (M2PO; Zheng et al., "Prosperity before Collapse", 2025), with the
+    Second-moment trust policy optimisation (M2PO, arXiv 2510.01161), with the
     proximal policy in the place of the current one, as AReaL computes it: the ranking is over the counted tokens of
     the whole batch, hence made once, before the first gradient. The smallest M always stays. By default dropped
     tokens leave the denominator (AReaL). Departure: equal values go together (AReaL: in the order of a sort), so
