@@ -14,7 +14,7 @@ from jaxrl_llm.config import Config, apply_overrides, as_data, flatten, load_con
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 
-__all__ = ["abandon_folder", "check_path", "prepare_folder", "resumed_config"]
+__all__ = ["abandon_folder", "check_path", "prepare_folder", "resumed_config", "write_config"]
 
 _NOTE = "# Secrets were replaced by ***: go on with this run by giving its original config file.\n"
 
@@ -33,7 +33,9 @@ def check_path(path: str | pathlib.Path, what: str) -> None:
 
 
 def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> None:
-    """Makes the run folder and writes config.yaml into it, secrets replaced by "***".
+    """Makes the folder of a new run with its config.yaml, or checks that of a run to resume, which stays as it is.
+
+    A resumed run's config.yaml is written by `write_config`, once nothing can be refused any more.
 
     Raises:
       InputError: the folder holds a run and `resume` is False, or holds none and it is True, or cannot be written.
@@ -54,6 +56,19 @@ def prepare_folder(folder: pathlib.Path, config: Config, *, resume: bool) -> Non
         raise InputError(
             f"--resume: {folder} holds no run (no config.yaml). Leave out --resume to start one there."
         )
+    if resume and not (os.access(folder, os.W_OK) and os.access(target, os.R_OK)):
+        raise _unwritable(folder, PermissionError("permission denied"))
+    if not resume:
+        write_config(folder, config)
+
+
+def write_config(folder: pathlib.Path, config: Config) -> None:
+    """Writes config.yaml into a run folder, secrets replaced by "***".
+
+    Raises:
+      InputError: the folder cannot be written.
+    """
+    target = folder / "config.yaml"
     data = as_data(config)
     shown = redact(data)
     text = ("" if shown == data else _NOTE) + yaml.safe_dump(shown, sort_keys=False)

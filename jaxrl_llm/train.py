@@ -83,7 +83,7 @@ from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect, refilled
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
-from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config
+from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config, write_config
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
@@ -609,6 +609,7 @@ def _session(
         with run.snapshots, StopRequest() as stop:
             if resume:
                 run.restore()
+                write_config(folder, config)  # with the overrides of this call, now that nothing refused them
             start = run.version
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
             # At step 0 the first evaluation is made again, so its row must go as well.

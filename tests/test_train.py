@@ -299,14 +299,15 @@ def test_a_resumed_run_keeps_its_own_settings_and_says_so(whole, tmp_path, capfd
 def test_a_run_is_not_resumed_with_another_model(whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    before = (folder / "metrics.jsonl").read_bytes()
+    kept = [folder / "metrics.jsonl", folder / "config.yaml"]
+    before = [path.read_bytes() for path in kept]
     original = loop.configured_model
     monkeypatch.setattr(
         loop, "configured_model", lambda config: dataclasses.replace(original(config), digest="f" * 64)
     )
     with pytest.raises(InputError, match="is not the model that this run started from"):
-        train(short(), folder, resume=True)
-    assert (folder / "metrics.jsonl").read_bytes() == before
+        train(short(), folder, resume=True, overrides=["steps=7"])
+    assert [path.read_bytes() for path in kept] == before
 
 
 def test_damaged_newest_snapshot_is_named_and_the_one_before_is_used(whole, tmp_path):
