@@ -646,7 +646,9 @@ def test_steps_of_their_own_learn(tmp_path, objective):
     assert last > 2 * first
     if objective == "ppo":
         assert all(row["policy/critic_skipped"] == 0 for row in rows)
-        assert rows[-1]["policy/critic_error"] < rows[0]["policy/critic_error"]
+        # Against a critic that always says 0, whose error is the mean of the squared (0 or 1) returns.
+        error, zero = (np.mean([row[k] for row in rows[-4:]]) for k in ("policy/critic_error", "reward/mean"))
+        assert error < 0.8 * zero
         assert "optimizer/learning_rate" in rows[-1]
     else:
         assert all(0 <= row["policy/trust_region_kl"] <= 0.05 + 1e-6 for row in rows)

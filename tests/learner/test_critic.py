@@ -37,11 +37,17 @@ SGD = optax.sgd(1.0)
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_fast():
-    """Small programs, run a few times: compiling them fast matters more than running them fast."""
+    """Small programs, run a few times: compiling them fast matters more than running them fast.
+
+    Programs compiled so round differently. JAX keeps them whatever the setting is later, so they are thrown away:
+    a test that compares two runs bit for bit must not find some of them in one process.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
 
 
 @functools.cache
