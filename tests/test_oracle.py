@@ -92,8 +92,8 @@ LATER = {
 # Configurations of the functions in ADAPTERS that are left out: a convention refused, or a rarer method.
 LATER_CONFIGURATIONS = {
     "rarer preference losses": "EXO, NCA, BCO, SPPO, AOT, APO, DiscoPOP and the f-DPO variants of TRL: not implemented",
-    "random Clip-Cov": "which of several tokens is drawn depends on PyTorch's generator: not implemented; ours takes those "
-    "of the largest covariance",
+    "random Clip-Cov": "which of several tokens is drawn depends on PyTorch's generator: not implemented; ours draws by "
+    "sequence, position and version",
     "PPO mask of another policy": "refused: an ablation of DPPO's authors, that masks by one ratio (to the learner) what it "
     "weighs by another (to the sampler)",
     "spread within a sequence": "refused: a bound on the sum or the mean of k2 or k3 over a sequence cannot be told in ratios. "

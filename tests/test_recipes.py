@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+import re
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,19 @@ def test_every_recipe_is_public_and_documented():
     assert set(recipes.RECIPES) == set(recipes.__all__) - {"RECIPES"}
     for name, recipe in recipes.RECIPES.items():
         assert recipe is getattr(jrl, name) and "arXiv" in recipe.__doc__ or "Williams" in recipe.__doc__
+
+
+SHARED = {"kl_coef", "kl_estimator", "entropy_coef", "importance_cap", "anchor", "clip_low", "clip_high"}
+
+
+def test_a_docstring_has_the_equation_the_reduction_and_each_argument():
+    for name, recipe in recipes.RECIPES.items():
+        first, _, rest = recipe.__doc__.partition("\n\n")
+        assert any(sign in first for sign in "=σ⋅-"), name
+        assert re.search("mean over|sum", recipe.__doc__, re.IGNORECASE), name
+        assert rest, name
+        own = set(inspect.signature(recipe).parameters) - SHARED
+        assert not {argument for argument in own if argument not in recipe.__doc__}, name
 
 
 def test_no_module_hides_a_recipe_or_a_stage():

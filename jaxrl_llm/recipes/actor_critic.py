@@ -42,7 +42,7 @@ def ppo(
     The critic (`learner.critic`) has parameters and a loss of its own; value_coef adds that loss, clipped by
     value_clip, to this one (eq. 9's c_1), for a critic that shares the policy's parameters. gamma = lam = 1, as in
     every system for language models (the paper: 0.99 and 0.95). The paper's values are not clipped (value_clip 0.2:
-    SkyRL, slime). bootstrap: an answer cut by the length limit is worth what the critic expects after it.
+    SkyRL, slime). bootstrap: an answer cut by the length limit is worth what the critic expects after it. dual (arXiv 1912.09729) is off (verl: always on, 3).
     """
     return policy_gradient(
         gae(gamma=gamma, lam=lam, bootstrap=bootstrap),

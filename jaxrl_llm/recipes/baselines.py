@@ -98,7 +98,7 @@ def reinforce_pp(
     """REINFORCE++ (arXiv 2501.03262): l_t = max(-A_t r_t, -A_t clip(r_t)), A_t the return to go, whitened over the tokens
     of the batch; no critic; mean over tokens.
 
-    reward_kl_coef is the paper's KL in the reward, k1 for every token; it needs a reference model and is off here
+    gamma = 1 as in every system for language models. reward_kl_coef is the paper's KL in the reward, k1 for every token; it needs a reference model and is off here
     (OpenRLHF: 0.01). Returns pass over masked spans and A is 0 there, as in verl now (SkyRL and older verl: reset).
     """
     return policy_gradient(
@@ -194,7 +194,8 @@ def gpg(
     """Group policy gradient (arXiv 2504.02546): l_t = -A log π_t, A = α (R - mean of the group), α rescales for the groups
     without a signal; mean over tokens.
 
-    Plain REINFORCE, no KL. verl's α counts answers whose reward is not 0 instead (rescale="nonzero" of the stage).
+    Plain REINFORCE, no KL. verl's α counts answers whose reward is not 0 instead (rescale="nonzero" of the stage). There
+    are no hyper-parameters of its own.
     """
     return policy_gradient(
         rescaled_group_advantage(),

@@ -146,7 +146,8 @@ def prime_rl(
     2602.04879) and a squared log-ratio (arXiv 2602.02276); mean over tokens.
 
     A is the reward minus the group's mean, unscaled; r, to the sampler, is not capped. Their policy term is -A r: equal
-    gradients. They also leave tokens of zero advantage out of the denominator. Defaults are theirs.
+    gradients. They also leave tokens of zero advantage out of the denominator. low, high (of the probability) and square_coef
+    default to theirs.
     """
     return policy_gradient(
         group_advantage(scale="none"),

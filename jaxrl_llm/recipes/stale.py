@@ -34,7 +34,7 @@ def decoupled_ppo(
     """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5): w_t max(-A r_t, -A clip(r_t)), r_t = π / proximal, w_t = proximal
     / behavior, detached; mean over tokens.
 
-    Tokens with w above cap are dropped and stay in the denominator (AReaL's behave_imp_weight_cap, 5).
+    Tokens with w above cap are dropped and stay in the denominator (AReaL's behave_imp_weight_cap, by default 5).
     approximate=True interpolates the proximal policy by versions and needs no second forward pass. Departure: the
     advantage is relative to the group, without a critic.
     """
@@ -67,7 +67,7 @@ def icepop(
     where that is in [low, high], else 0; mean over sequences of token means.
 
     Sampler and learner that compute one token differently teach nothing by it. Dropped tokens stay in the denominator
-    (verl: they leave it). 0.5 and 5 are the bounds of OpenRLHF and NeMo.
+    (verl: they leave it). By default 0.5 and 5, the bounds of OpenRLHF and NeMo; clip 0.2 as every system.
     """
     return policy_gradient(
         group_advantage(scale="std"),

@@ -79,7 +79,7 @@ def sft(
     """Supervised fine-tuning: -log π_t of the tokens of the data, mean over tokens (InstructGPT, arXiv 2203.02155, §3.5).
 
     by_sequence=True: mean over sequences of their means. positive=True trains only trajectories with a reward above
-    threshold: rejection-sampling fine-tuning (arXiv 2308.01825).
+    threshold: rejection-sampling fine-tuning (arXiv 2308.01825). By default a mean over tokens, as OpenRLHF and prime-rl.
     """
     normalizer = normalize_by_sequence() if by_sequence else normalize_by_token()
     chosen = next_token(where="positive", threshold=threshold, normalize=normalizer)
