@@ -36,13 +36,14 @@ def ppo(
     dual: float | None = None,
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """Proximal policy optimisation with a critic (arXiv 1707.06347, eq. 7 and 9): l_t = max(-A_t r_t, -A_t clip(r_t)), A_t
-    by GAE(gamma, lam), whitened; mean over tokens.
+    """Proximal policy optimisation with a critic (arXiv 1707.06347, eq. 7 and 9): l_t = max(-A_t r_t, -A_t
+    clip(r_t)), A_t by GAE(gamma, lam), whitened; mean over tokens.
 
     The critic (`learner.critic`) has parameters and a loss of its own; value_coef adds that loss, clipped by
     value_clip, to this one (eq. 9's c_1), for a critic that shares the policy's parameters. gamma = lam = 1, as in
     every system for language models (the paper: 0.99 and 0.95). The paper's values are not clipped (value_clip 0.2:
-    SkyRL, slime). bootstrap: an answer cut by the length limit is worth what the critic expects after it. dual (arXiv 1912.09729) is off (verl: always on, 3).
+    SkyRL, slime). bootstrap: an answer cut by the length limit is worth what the critic expects after it. dual
+    (arXiv 1912.09729) is off (verl: always on, 3).
     """
     return policy_gradient(
         gae(gamma=gamma, lam=lam, bootstrap=bootstrap),
@@ -70,7 +71,8 @@ def trpo(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """Trust region policy optimisation (arXiv 1502.05477, eq. 14): l_t = -A_t r_t, r_t = π_t / proximal_t, not clipped.
+    """Trust region policy optimisation (arXiv 1502.05477, eq. 14): l_t = -A_t r_t, r_t = π_t / proximal_t, not
+    clipped.
 
     What keeps the policy close is the step that minimises it, within a bound on the KL:
     `learner.trust_region.make_trust_region_step`. The advantage is relative to the group (scaled by std + eps),

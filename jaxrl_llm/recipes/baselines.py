@@ -69,8 +69,8 @@ def rloo(
     entropy_coef: float | None = 0.0,
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """REINFORCE leave-one-out (arXiv 2402.14740): l_t = -A log π_t, A = R - mean of the others of the group; sum over the
-    tokens, mean over sequences.
+    """REINFORCE leave-one-out (arXiv 2402.14740): l_t = -A log π_t, A = R - mean of the others of the group; sum
+    over the tokens, mean over sequences.
 
     The paper's KL penalty is in the reward (`penalize_kl_in_reward`; TRL: 0.05); kl_coef here is a k3 penalty in the
     loss, off. A group of one has advantage 0 (verl's plain form: its reward).
@@ -95,11 +95,12 @@ def reinforce_pp(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """REINFORCE++ (arXiv 2501.03262): l_t = max(-A_t r_t, -A_t clip(r_t)), A_t the return to go, whitened over the tokens
-    of the batch; no critic; mean over tokens.
+    """REINFORCE++ (arXiv 2501.03262): l_t = max(-A_t r_t, -A_t clip(r_t)), A_t the return to go, whitened over the
+    tokens of the batch; no critic; mean over tokens.
 
-    gamma = 1 as in every system for language models. reward_kl_coef is the paper's KL in the reward, k1 for every token; it needs a reference model and is off here
-    (OpenRLHF: 0.01). Returns pass over masked spans and A is 0 there, as in verl now (SkyRL and older verl: reset).
+    gamma = 1 as in every system for language models. reward_kl_coef is the paper's KL in the reward, k1 for every
+    token; it needs a reference model and is off here (OpenRLHF: 0.01). Returns pass over masked spans and A is 0
+    there, as in verl now (SkyRL and older verl: reset).
     """
     return policy_gradient(
         *([penalize_kl_in_reward(reward_kl_coef)] if reward_kl_coef else []),
@@ -123,8 +124,8 @@ def reinforce_pp_baseline(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """REINFORCE++-baseline (arXiv 2501.03262): l_t = max(-A r_t, -A clip(r_t)), A = R - mean of the group, then whitened over
-    the tokens of the batch; mean over tokens.
+    """REINFORCE++-baseline (arXiv 2501.03262): l_t = max(-A r_t, -A clip(r_t)), A = R - mean of the group, then
+    whitened over the tokens of the batch; mean over tokens.
 
     The paper's KL in the loss is k2, off by default here. slime does not whiten.
     """
@@ -170,8 +171,8 @@ def opo(
     entropy_coef: float | None = 0.0,
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """On-policy RL with the optimal baseline (arXiv 2505.23585): l_t = -A log π_t, A = R - Σ n R / Σ n over the group, n the
-    tokens of an answer; mean over tokens.
+    """On-policy RL with the optimal baseline (arXiv 2505.23585): l_t = -A log π_t, A = R - Σ n R / Σ n over the
+    group, n the tokens of an answer; mean over tokens.
 
     No clip, no KL. One update a batch, as the paper: with more, its advantage is no longer that of the sampling
     policy.
@@ -191,11 +192,11 @@ def gpg(
     entropy_coef: float | None = 0.0,
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """Group policy gradient (arXiv 2504.02546): l_t = -A log π_t, A = α (R - mean of the group), α rescales for the groups
-    without a signal; mean over tokens.
+    """Group policy gradient (arXiv 2504.02546): l_t = -A log π_t, A = α (R - mean of the group), α rescales for the
+    groups without a signal; mean over tokens.
 
-    Plain REINFORCE, no KL. verl's α counts answers whose reward is not 0 instead (rescale="nonzero" of the stage). There
-    are no hyper-parameters of its own.
+    Plain REINFORCE, no KL. verl's α counts answers whose reward is not 0 instead (rescale="nonzero" of the stage).
+    There are no hyper-parameters of its own.
     """
     return policy_gradient(
         rescaled_group_advantage(),
@@ -212,8 +213,8 @@ def maxrl(
     importance_cap: float | None = None,
     eps: float = 0.0,
 ) -> LossTransform:
-    """Maximum likelihood RL (arXiv 2602.02710): l_t = -A log π_t, A = (R - mean) / (mean + eps) over the group; mean over
-    tokens.
+    """Maximum likelihood RL (arXiv 2602.02710): l_t = -A log π_t, A = (R - mean) / (mean + eps) over the group; mean
+    over tokens.
 
     For rewards ≥ 0, no KL. Towards rare successes its gradient is that of log p and not of p. eps = 0 as prime-rl
     (authors: 1e-6); a group whose mean is not positive has advantage 0.
@@ -264,8 +265,8 @@ def gdpo(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """GDPO (arXiv 2601.05242): GRPO's l_t with A = Σ w_k (R_k - mean_k) / std_k over the parts k of the reward, each in its
-    group, then normalised over the trajectories of the batch; mean over sequences of token means.
+    """GDPO (arXiv 2601.05242): GRPO's l_t with A = Σ w_k (R_k - mean_k) / std_k over the parts k of the reward, each
+    in its group, then normalised over the trajectories of the batch; mean over sequences of token means.
 
     Needs batch.rewards, the parts by name; `weights` chooses among them (default: all, 1). The last normalisation is
     over trajectories as in TRL and NeMo (verl: over tokens), with TRL's eps 1e-4.

@@ -63,7 +63,8 @@ def dr_grpo(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """GRPO done right (arXiv 2503.20783): GRPO's l_t with A = R - mean, summed over tokens / (sequences · limit).
+    """GRPO done right (arXiv 2503.20783): l_t = max(-A r_t, -A clip(r_t)) with A = R - mean, summed over tokens /
+    (sequences · limit).
 
     limit: the most tokens that an answer can have, so that a token weighs the same in a short and a long answer. The
     sequences are those that train a token, as in verl now (TRL and SkyRL count empty ones; verl until January 2026
@@ -93,7 +94,8 @@ def dapo(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """DAPO (arXiv 2503.14476): GRPO's l_t with clip-higher, mean over tokens, soft overlong punishment, no KL.
+    """DAPO (arXiv 2503.14476): l_t = max(-A r_t, -A clip(r_t)) with clip-higher, A that of GRPO with a soft overlong
+    punishment; mean over tokens, no KL.
 
     overlong_limit and overlong_buffer (tokens; buffer defaults to a fifth of the limit, as 4096 of 20480 in the
     paper) add the punishment, floored at -overlong_penalty as in the paper and OpenRLHF (verl, AReaL, tunix: no
@@ -153,8 +155,8 @@ def gspo_token(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """GSPO-token (arXiv 2507.18071, eq. 13): GRPO's l_t with r_t = sg(s) π_t / sg(π_t): value of the sequence ratio s,
-    gradient and advantage of the token; mean over sequences of token means.
+    """GSPO-token (arXiv 2507.18071, eq. 13): GRPO's l_t with r_t = sg(s) π_t / sg(π_t): value of the sequence ratio
+    s, gradient and advantage of the token; mean over sequences of token means.
 
     Equal to `gspo` where the advantage is constant over a sequence. Defaults are those of the paper, as there.
     """
@@ -179,7 +181,8 @@ def gmpo(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """Geometric-mean policy optimisation (arXiv 2507.20673): -A exp(mean of the clipped log r_t); mean over sequences.
+    """Geometric-mean policy optimisation (arXiv 2507.20673): -A exp(mean of the clipped log r_t); mean over
+    sequences.
 
     The bounds are in nats, and clip on the side that the sign of A names, before the mean. 0.4 is the paper's and
     TRL's (verl takes its clip_ratio, 0.2). Sequences without a trained token count nowhere (verl counts them).
@@ -205,7 +208,8 @@ def prorl(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """ProRL (arXiv 2505.24864): GRPO's l_t and advantage, mean over tokens, + kl_coef · k3 to a reference that is reset.
+    """ProRL (arXiv 2505.24864): l_t = max(-A r_t, -A clip(r_t)) + kl_coef · k3_t to a reference that is reset, A
+    that of GRPO; mean over tokens.
 
     The reset, every few hundred steps or when validation stalls, is set in the config (reference.reset_every and
     reset_optimizer), and so is dynamic sampling (rollout.refill_rounds). 0.2 and 0.4 are the paper's; the default of

@@ -57,8 +57,8 @@ def sapo(
     anchor: str = "behavior",
     importance_cap: float | None = None,
 ) -> LossTransform:
-    """Soft adaptive policy optimisation (arXiv 2511.20347): l_t = -A (4/τ) σ(τ (r_t - 1)); mean over sequences of token
-    means. τ is tau_positive where A > 0, else tau_negative.
+    """Soft adaptive policy optimisation (arXiv 2511.20347): l_t = -A (4/τ) σ(τ (r_t - 1)); mean over sequences of
+    token means. τ is tau_positive where A > 0, else tau_negative.
 
     1.0 and 1.05 are the paper's and those of verl, TRL, AReaL and SkyRL. On-policy the gradient is REINFORCE's; the
     value is -2 A / τ.
@@ -86,12 +86,12 @@ def dppo(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """Divergence PPO (arXiv 2602.04879): l_t = -A sg(min(r_t, cap)) M_t log π_t, M_t = 0 where the divergence of π_t and
-    the anchor exceeds its bound in the direction of A; mean over tokens.
+    """Divergence PPO (arXiv 2602.04879): l_t = -A sg(min(r_t, cap)) M_t log π_t, M_t = 0 where the divergence of π_t
+    and the anchor exceeds its bound in the direction of A; mean over tokens.
 
     kind: "tv", "kl" (of the sampled token), "topk_tv" or "topk_kl" (of its k likeliest tokens). low and high default
-    to 0.2 (tv) and 0.05 (kl), as the authors' examples; cap 10 is theirs (verl in effect 3). The anchor is that of the
-    ratio and of the divergence. The top-k kinds with anchor="behavior" need lists recorded by the sampler; with
+    to 0.2 (tv) and 0.05 (kl), as the authors' examples; cap 10 is theirs (verl in effect 3). The anchor is that of
+    the ratio and of the divergence. The top-k kinds with anchor="behavior" need lists recorded by the sampler; with
     "proximal" the learner makes them.
     """
     return policy_gradient(
@@ -116,11 +116,13 @@ def simko(
     entropy_coef: float | None = 0.0,
     anchor: str = "proximal",
 ) -> LossTransform:
-    """SimKO (arXiv 2510.14807): GRPO's l_t, in which a good answer's r_t gives the fraction `share` of its gradient to
-    the k likeliest tokens, and a bad one's A is times `boost` where its token is the likeliest; mean over tokens.
+    """SimKO (arXiv 2510.14807): l_t = max(-A ρ_t, -A clip(ρ_t)), ρ_t = (1 - share) r_t + share / k · Σ_j sg(r_t /
+    r_tj) r_tj over the k likeliest tokens j where A > 0; A times `boost` where A < 0 and the token is the likeliest;
+    mean over tokens.
 
-    Both at tokens of an entropy above the `quantile` of their sequence. Defaults are the paper's. Departure: the k
-    tokens are those of the proximal policy (the authors' code takes each policy's own, which may differ).
+    So a good answer gives the fraction `share` of its gradient to the k likeliest tokens. Both at tokens of an
+    entropy above the `quantile` of their sequence. Defaults are the paper's. Departure: the k tokens are those of
+    the proximal policy (the authors' code takes each policy's own, which may differ).
     """
     return policy_gradient(
         group_advantage(scale="std"),
@@ -142,12 +144,12 @@ def prime_rl(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """prime-rl's default: l_t = -A sg(r_t) M_t log π_t + square_coef (log r_t)²; DPPO's total-variation mask M_t (arXiv
-    2602.04879) and a squared log-ratio (arXiv 2602.02276); mean over tokens.
+    """prime-rl's default: l_t = -A sg(r_t) M_t log π_t + square_coef (log r_t)²; DPPO's total-variation mask M_t
+    (arXiv 2602.04879) and a squared log-ratio (arXiv 2602.02276); mean over tokens.
 
-    A is the reward minus the group's mean, unscaled; r, to the sampler, is not capped. Their policy term is -A r: equal
-    gradients. They also leave tokens of zero advantage out of the denominator. low, high (of the probability) and square_coef
-    default to theirs.
+    A is the reward minus the group's mean, unscaled; r, to the sampler, is not capped. Their policy term is -A r:
+    equal gradients. They also leave tokens of zero advantage out of the denominator. low, high (of the probability)
+    and square_coef default to theirs.
     """
     return policy_gradient(
         group_advantage(scale="none"),

@@ -31,8 +31,8 @@ def decoupled_ppo(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5): w_t max(-A r_t, -A clip(r_t)), r_t = π / proximal, w_t = proximal
-    / behavior, detached; mean over tokens.
+    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5): w_t max(-A r_t, -A clip(r_t)), r_t = π / proximal, w_t =
+    proximal / behavior, detached; mean over tokens.
 
     Tokens with w above cap are dropped and stay in the denominator (AReaL's behave_imp_weight_cap, by default 5).
     approximate=True interpolates the proximal policy by versions and needs no second forward pass. Departure: the
@@ -63,11 +63,12 @@ def icepop(
     kl_coef: float | None = 0.0,
     entropy_coef: float | None = 0.0,
 ) -> LossTransform:
-    """IcePop (Ring-1T, arXiv 2510.18855): w_t max(-A r_t, -A clip(r_t)), r_t = π / proximal, w_t = proximal / behavior
-    where that is in [low, high], else 0; mean over sequences of token means.
+    """IcePop (Ring-1T, arXiv 2510.18855): w_t max(-A r_t, -A clip(r_t)), r_t = π / proximal, w_t = proximal /
+    behavior where that is in [low, high], else 0; mean over sequences of token means.
 
-    Sampler and learner that compute one token differently teach nothing by it. Dropped tokens stay in the denominator
-    (verl: they leave it). By default 0.5 and 5, the bounds of OpenRLHF and NeMo; clip 0.2 as every system.
+    Sampler and learner that compute one token differently teach nothing by it. Dropped tokens stay in the
+    denominator (verl: they leave it). By default 0.5 and 5, the bounds of OpenRLHF and NeMo; clip 0.2 as every
+    system.
     """
     return policy_gradient(
         group_advantage(scale="std"),
@@ -91,8 +92,8 @@ def m2po(
     """Second-moment trust policy optimisation (M2PO, arXiv 2510.01161): w_t max(-A r_t, -A clip(r_t)) of the tokens
     left, r_t = π / proximal, w_t = proximal / behavior.
 
-    For stale data: the fewest tokens are dropped that bring the mean of (log behavior - log proximal)² below limit, and
-    leave the denominator, as AReaL does it; mean over tokens. limit 0.04 is the paper's and AReaL's.
+    For stale data: the fewest tokens are dropped that bring the mean of (log behavior - log proximal)² below limit,
+    and leave the denominator, as AReaL does it; mean over tokens. limit 0.04 is the paper's and AReaL's.
     """
     return policy_gradient(
         group_advantage(scale="std"),

@@ -59,8 +59,8 @@ def gkd(beta: float = 0.5, coef: float = 1.0, entropy_coef: float | None = 0.0) 
     whole vocabulary, JSD_β = β KL(T ‖ M) + (1 - β) KL(π ‖ M), M = (1 - β) π + β T; mean over tokens.
 
     beta=0 is KL(T ‖ π) and beta=1 KL(π ‖ T), as in TRL, whose default 0.5 this is; towards the ends JSD_β itself
-    vanishes with β or 1 - β. On the policy's own answers it is the paper's λ = 1, on given ones (`jaxrl sft`) λ = 0; a
-    mixture of both (TRL: half of the batches) is left out. Both are taken at rollout.temperature (TRL: 0.9).
+    vanishes with β or 1 - β. On the policy's own answers it is the paper's λ = 1, on given ones (`jaxrl sft`) λ = 0;
+    a mixture of both (TRL: half of the batches) is left out. Both are taken at rollout.temperature (TRL: 0.9).
     """
     number("gkd", "beta", beta, low=0.0, high=1.0)
     kind = "forward" if beta == 0 else "reverse" if beta == 1 else "jsd"
@@ -76,10 +76,12 @@ def gkd(beta: float = 0.5, coef: float = 1.0, entropy_coef: float | None = 0.0) 
 def sft(
     by_sequence: bool = False, positive: bool = False, threshold: float = 0.0, kl_coef: float | None = 0.0
 ) -> LossTransform:
-    """Supervised fine-tuning: -log π_t of the tokens of the data, mean over tokens (InstructGPT, arXiv 2203.02155, §3.5).
+    """Supervised fine-tuning: -log π_t of the tokens of the data, mean over tokens (InstructGPT, arXiv 2203.02155,
+    §3.5).
 
     by_sequence=True: mean over sequences of their means. positive=True trains only trajectories with a reward above
-    threshold: rejection-sampling fine-tuning (arXiv 2308.01825). By default a mean over tokens, as OpenRLHF and prime-rl.
+    threshold: rejection-sampling fine-tuning (arXiv 2308.01825). By default a mean over tokens, as OpenRLHF and
+    prime-rl.
     """
     normalizer = normalize_by_sequence() if by_sequence else normalize_by_token()
     chosen = next_token(where="positive", threshold=threshold, normalize=normalizer)
