@@ -58,7 +58,7 @@ def test_a_docstring_has_the_equation_the_reduction_and_each_argument():
     for name, recipe in recipes.RECIPES.items():
         first, _, rest = recipe.__doc__.partition("\n\n")
         assert any(sign in first for sign in ("= ", "log σ", "(1 - σ", "-log π", "max(", "-A", "(h - ")), name
-        assert re.search("mean over|sum", recipe.__doc__, re.IGNORECASE), name
+        assert re.search(r"mean\s+over|sum", recipe.__doc__, re.IGNORECASE), name
         assert rest, name
         own = set(inspect.signature(recipe).parameters) - SHARED
         assert not {argument for argument in own if argument not in recipe.__doc__}, name
