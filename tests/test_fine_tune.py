@@ -191,6 +191,7 @@ def test_rejection_sampling_keeps_the_rows_with_a_reward(load, tmp_path):
     zero.snapshots.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(load, tmp_path, monkeypatch):
     objective = "kto"
     assert sft(load(objective), tmp_path / "whole") == 0

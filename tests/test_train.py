@@ -190,6 +190,7 @@ def ask_to_stop(monkeypatch):
     return ask
 
 
+@pytest.mark.slow
 def test_stopped_again_and_again_it_is_the_same_run(whole, start, monkeypatch, ask_to_stop, capfd):
     stops = [
         (signal.SIGTERM, {"after": 0}, 0),  # between the first evaluation and the first step
@@ -235,6 +236,7 @@ def test_outside_the_main_thread_nothing_is_caught():
         assert pool.submit(stop_requested).result() is False
 
 
+@pytest.mark.slow
 def test_k01_k05_resuming_anywhere_in_finite_data_with_a_schedule(tmp_path):
     """8 prompts, 2 a step: an epoch ends at step 4. Warm-up over 4 updates to 1e-3, then constant."""
     data = tmp_path / "data.jsonl"
@@ -447,6 +449,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_with_75(whole, tmp_path):
 # ------------------------------------------------------------------------- other ways to train
 
 
+@pytest.mark.slow
 def test_several_updates_a_step_with_a_reference_and_resumed(tmp_path):
     """2 minibatches x 2 epochs, KL to a frozen reference: ratios leave 1, the reference stays."""
     config = short(
@@ -489,13 +492,8 @@ def test_proximal_anchor_equals_behavior_when_on_policy(whole, start):
     assert learned_something(folder)
 
 
-MESHES = [
-    pytest.param("mesh={data: 2}"),
-    pytest.param("mesh={data: 2, fsdp: 2, tensor: 2}", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh={data: 2}", "mesh={data: 2, fsdp: 2, tensor: 2}"])
 def test_a_mesh_computes_what_one_device_does(whole, start, mesh):
     code, folder = start(short(mesh))
     assert code == 0

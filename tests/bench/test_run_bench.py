@@ -42,12 +42,18 @@ def test_arithmetic_of_an_update():
 
 
 def test_recipes_are_compared_with_grpo():
-    names = ("dapo", "ppo", "gdpo", "remax", "simko", "opd")
+    names = ("gdpo", "simko")  # several rewards; lists of tokens
     out = run_bench("objectives", **SMALL, recipes=names)
     ratios = {key: value for key, value in out.items() if key.endswith("/ratio")}
     assert set(ratios) == {f"{name}/ratio" for name in names}
     assert all(math.isfinite(r) and r > 0 for r in ratios.values())
     assert out["largest_ratio"] == max(ratios.values())
+
+
+@pytest.mark.slow
+def test_every_comparable_recipe_is_compared():
+    out = run_bench("objectives", **SMALL)
+    assert {f"{name}/ratio" for name in comparable_recipes()} <= set(out)
 
 
 def test_recipes_of_another_kind_are_refused():

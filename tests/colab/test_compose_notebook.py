@@ -3,10 +3,12 @@
 import pathlib
 
 import nbformat
+import pytest
 
 NOTEBOOK = pathlib.Path(__file__).parents[2] / "colab" / "compose_a_loss.ipynb"
 
 
+@pytest.mark.slow
 def test_runs_from_top_to_bottom(run):
     """Every assertion in it holds, or nbclient raises: GRPO by hand, the laws, the faults that are found."""
     nb = run(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent)

@@ -323,7 +323,10 @@ def test_who_sees_whom_in_a_tree():
     assert seen == [{0}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 5}, {6}, {6, 7}, {8}, {9}]
 
 
-@pytest.mark.parametrize("row_tokens", [14, 24, 64])
+WIDTHS = [14, pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("row_tokens", WIDTHS)
 @pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
 def test_shared_prompts_change_no_gradient(tiny_params, recipe, row_tokens):
     """One row a completion, and trees of any width: the same loss, metrics and gradients."""
