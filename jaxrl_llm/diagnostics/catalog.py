@@ -9,7 +9,7 @@ __all__ = ["METRICS", "describe_metric"]
 METRICS: dict[str, str] = {
     "version": "train steps done after this update; snapshot `version` holds exactly these weights",
     "reward/mean": "mean reward of the trajectories whose reward could be computed",
-    "reward/std": "standard deviation of those rewards over the batch",
+    "reward/std": "standard deviation of the rewards over the batch",
     "reward/accuracy": "fraction of sampled completions whose answer is right, during training",
     "reward/no_signal": "fraction of trajectories whose reward could not be computed (not counted as 0)",
     "reward/errors": "trajectories whose reward could not be computed",
@@ -27,8 +27,8 @@ METRICS: dict[str, str] = {
     "policy/kl_reference": "KL(current || reference) per token, as the penalty estimates it, in nats",
     "policy/kl_in_reward": "KL per token that was taken off the reward, in nats",
     "policy/clip_fraction": "fraction of trained tokens whose gradient the surrogate clipped away",
-    "policy/clip_fraction_low": "the same, at the lower bound (ratio too small, negative advantage)",
-    "policy/clip_fraction_high": "the same, at the upper bound (ratio too large, positive advantage)",
+    "policy/clip_fraction_low": "fraction of trained tokens clipped at the lower bound (ratio too small, negative advantage)",
+    "policy/clip_fraction_high": "fraction of trained tokens clipped at the upper bound (ratio too large, positive advantage)",
     "policy/clip_fraction_dual": "fraction of trained tokens at the dual bound",
     "policy/clip_bound": "mean upper bound of the clip, as an offset from 1, where it depends on age",
     "policy/soft_gate": "mean share of the gradient that the soft gate leaves",
@@ -46,13 +46,13 @@ METRICS: dict[str, str] = {
     "policy/share_largest_group": "share of the update's per-token weight that the group with most has",
     "policy/share_groups": "effective number of groups: as many, all alike, would share the update as unevenly",
     "policy/share_longest_quarter": "share of the update that the longest quarter of the answers has",
-    "policy/tokens_longest_quarter": "share of the trained tokens that they have",
+    "policy/tokens_longest_quarter": "share of the trained tokens that the longest quarter of the answers has",
     "policy/log_ratio_abs": "mean |log ratio current / anchor| over trained tokens",
     "policy/logprob_gap_mean": "mean |log-prob of the sampler - log-prob of the learner|, same weights, in nats",
     "policy/logprob_gap_max": "largest |log-prob of the sampler - log-prob of the learner|, same weights, in nats",
     "policy/loss": "value of the objective that was minimised",
-    "policy/loss_policy": "its policy term",
-    "policy/penalty_NAME": "its penalty NAME",
+    "policy/loss_policy": "policy term of the objective",
+    "policy/penalty_NAME": "penalty NAME of the objective",
     "policy/length": "mean trained tokens of a sequence",
     "policy/reward": "mean reward of a trajectory as the objective sees it",
     "policy/reward_missing": "fraction of trajectories that the objective sees without a reward",
@@ -90,10 +90,10 @@ METRICS: dict[str, str] = {
     "policy/nll": "mean negative log-prob of the tokens that are imitated, in nats",
     "policy/divergence_teacher": "mean divergence between teacher and policy at a trained token, in nats; its kind is the objective's",
     "policy/pair_accuracy": "fraction of pairs whose chosen answer has the higher implicit reward (or score)",
-    "policy/pair_margin": "mean of that reward of the chosen answer minus that of the rejected one",
+    "policy/pair_margin": "mean implicit reward (or score) of the chosen answer minus that of the rejected one",
     "policy/pair_missing": "fraction of pairs with an empty side, which train nothing",
     "policy/reward_chosen": "mean implicit reward, beta times the log-ratio to the reference (or the score), of the chosen answer",
-    "policy/reward_rejected": "the same of the rejected answer",
+    "policy/reward_rejected": "mean implicit reward (or score) of the rejected answer",
     "policy/kto_point": "the reference point z of KTO, in nats",
     "policy/trust_region_kl": "KL(before || after) of a TRPO step over the full vocabulary, per token, in nats",
     "policy/trust_region_gain": "loss before minus loss after a TRPO step, on its own batch",
@@ -104,8 +104,12 @@ METRICS: dict[str, str] = {
     "eval/TASK/loss": "value of the objective on the held-out rows of the data file TASK",
     "eval/TASK/nll": "mean negative log-prob of a token of the held-out answers, in nats",
     "eval/TASK/divergence_teacher": "mean divergence between teacher and policy at a token of the held-out answers, in nats",
-    "eval/TASK/pair_accuracy": "fraction of held-out pairs whose chosen answer has the higher implicit reward (or score)",
-    "eval/TASK/pair_margin": "mean of that reward of the chosen answer minus that of the rejected one, held-out pairs",
+    "eval/TASK/pair_accuracy": "fraction of held-out pairs of TASK whose chosen answer has the higher implicit reward (or score)",
+    "eval/TASK/pair_margin": "mean implicit reward (or score) of the chosen answer minus that of the rejected one, held-out pairs of TASK",
+    "eval/TASK/pair_missing": "fraction of held-out pairs of TASK with an empty side",
+    "eval/TASK/reward_chosen": "mean implicit reward (or score) of the chosen (or good) answers held out, of TASK",
+    "eval/TASK/reward_rejected": "mean implicit reward (or score) of the rejected (or bad) answers held out, of TASK",
+    "eval/TASK/entropy": "mean entropy of the policy per token of the held-out answers, in nats",
     "eval/TASK/skipped": "held-out rows left out because they are too long",
     "time/data": "seconds spent reading rows and laying them out",
     "policy/critic_loss": "loss of the critic",
@@ -120,7 +124,7 @@ METRICS: dict[str, str] = {
     "optimizer/skipped": "updates of this train step that were skipped because a gradient was not finite",
     "optimizer/trained_tokens": "tokens that this update trained on",
     "rollout/tokens": "tokens sampled for this update",
-    "rollout/baseline_tokens": "tokens of the greedy answers beside them, which are not trained",
+    "rollout/baseline_tokens": "tokens of the greedy answers that serve as baseline, which are not trained",
     "rollout/trajectories": "trajectories sampled for this update",
     "rollout/groups": "groups sampled for this update",
     "rollout/no_signal_groups": "groups whose rewards are all equal or missing, so that they teach nothing",
@@ -135,46 +139,51 @@ METRICS: dict[str, str] = {
     "eval/TASK/prompts_skipped": "held-out items left out because their prompt is too long",
     "eval/TASK/constant_baseline": "accuracy of always giving the most frequent answer of TASK",
     "eval/TASK/format_rate": "fraction of greedy completions from which an answer can be read at all",
-    "eval/TASK/KIND_accuracy": "accuracy on held-out items of TASK; KIND is greedy, or sampled as in training",
-    "eval/TASK/KIND_accuracy_low": "lower end of its 95% confidence interval",
-    "eval/TASK/KIND_accuracy_high": "upper end of its 95% confidence interval",
-    "eval/TASK/KIND_accuracy_given_format": "accuracy among the completions from which an answer can be read",
-    "eval/TASK/KIND_lenient_accuracy": "fraction of completions with the right answer anywhere in the text",
-    "eval/TASK/KIND_format_rate": "fraction of completions from which an answer can be read",
-    "eval/TASK/KIND_length_mean": "mean tokens of a completion",
-    "eval/TASK/KIND_truncated_fraction": "fraction of completions cut by the length limit",
-    "eval/TASK/KIND_reward_errors": "completions that could not be scored",
+    "eval/TASK/KIND_accuracy": "accuracy of KIND completions on held-out items of TASK",
+    "eval/TASK/KIND_accuracy_low": "lower end of the 95% confidence interval of the accuracy of KIND completions",
+    "eval/TASK/KIND_accuracy_high": "upper end of the 95% confidence interval of the accuracy of KIND completions",
+    "eval/TASK/KIND_accuracy_given_format": "accuracy among the KIND completions from which an answer can be read",
+    "eval/TASK/KIND_lenient_accuracy": "fraction of KIND completions with the right answer anywhere in the text",
+    "eval/TASK/KIND_format_rate": "fraction of KIND completions from which an answer can be read",
+    "eval/TASK/KIND_length_mean": "mean tokens of a completion, KIND",
+    "eval/TASK/KIND_truncated_fraction": "fraction of KIND completions cut by the length limit",
+    "eval/TASK/KIND_reward_errors": "KIND completions that could not be scored",
     "time/rollout": "seconds spent sampling completions",
     "time/score": "seconds spent on rewards and on log-probs of fixed policies",
     "time/update": "seconds spent on the optimiser updates",
     "time/eval": "seconds spent on evaluation",
     "time/snapshot": "seconds that the loop waited for a snapshot since the row before",
     "time/total": "seconds of the whole train step",
-    "time/tokens_per_second": "sampled tokens per second of sampling",
+    "time/tokens_per_second": "sampled tokens per second of sampling; in fine-tuning trained tokens per second of the update",
     "memory/peak_bytes": "peak memory of the device (of the process, where the device does not tell)",
     "memory/host_peak_bytes": "peak resident memory of the process",
 }
 """Definition of every metric that the loop writes.
 
-TASK stands for the name of a task, KIND for greedy or sampled, NAME for a part, a penalty or a reason.
+TASK stands for the name of a task or data file, KIND for greedy or sampled (as in training), NAME for a part, a
+penalty or a reason; `describe_metric` puts in what a key has there.
 """
 
 
 def describe_metric(key: str) -> str:
     """The definition of a key of metrics.jsonl, "" if it has none.
 
-    >>> describe_metric("eval/addition/greedy_accuracy_low")
-    'lower end of its 95% confidence interval'
+    >>> describe_metric("eval/addition/greedy_accuracy")
+    'accuracy of greedy completions on held-out items of addition'
     """
     if key in METRICS:
         return METRICS[key]
-    return next((text for pattern, text in _PATTERNS if pattern.fullmatch(key)), "")
+    matches = ((pattern.fullmatch(key), text) for pattern, text in _PATTERNS)
+    names, text = next(((found.groupdict(), text) for found, text in matches if found), ({}, ""))
+    return _PLACEHOLDER.sub(lambda place: names[place[0]], text)
+
+
+_PLACEHOLDER = re.compile("TASK|KIND|NAME")
+_EXPRESSIONS = {"TASK": ".+", "KIND": "greedy|sampled", "NAME": "[^/]+"}
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    for name, expression in (("TASK", ".+"), ("KIND", "(?:greedy|sampled)"), ("NAME", "[^/]+")):
-        key = key.replace(name, expression)
-    return re.compile(key)
+    return re.compile(_PLACEHOLDER.sub(lambda place: f"(?P<{place[0]}>{_EXPRESSIONS[place[0]]})", key))
 
 
-_PATTERNS = [(_pattern(key), text) for key, text in METRICS.items() if re.search("TASK|KIND|NAME", key)]
+_PATTERNS = [(_pattern(key), text) for key, text in METRICS.items() if _PLACEHOLDER.search(key)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 
 import jax
@@ -124,9 +125,19 @@ def test_every_documented_metric_passes_the_rules(tmp_path):
 
 def test_metrics_are_described():
     assert describe_metric("reward/mean") == METRICS["reward/mean"]
-    assert describe_metric("eval/a/b/sampled_accuracy_high") == METRICS["eval/TASK/KIND_accuracy_high"]
-    assert describe_metric("reward/part_format") == METRICS["reward/part_NAME"]
+    assert (
+        describe_metric("eval/a/b/sampled_accuracy")
+        == "accuracy of sampled completions on held-out items of a/b"
+    )
+    assert describe_metric("reward/part_format") == "mean of the part format of the reward"
+    assert describe_metric("completion/stop_eos") == "fraction of completions that ended for the reason eos"
     assert describe_metric("custom/figure") == ""
+    for (
+        key,
+        text,
+    ) in METRICS.items():  # every placeholder of a text is one of its key; no text leans on its neighbour
+        assert set(re.findall("TASK|KIND|NAME", text)) <= set(re.findall("TASK|KIND|NAME", key)), key
+        assert not re.match("(the same|its|those)\\b", text), key
 
 
 def test_resume_cuts_both_files_back_to_the_snapshot(tmp_path):
