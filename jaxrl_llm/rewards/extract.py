@@ -15,9 +15,16 @@ __all__ = [
     "last_boxed",
     "last_line",
     "mask_code_fences",
+    "small",
 ]
 
 _BOX = re.compile(r"\\boxed[ \t\n]*\{")
+_SMALL = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
+
+
+def small(text: str) -> str:
+    """The text with A to Z in small letters; every position stays, as it would not with `str.lower`."""
+    return text.translate(_SMALL)
 
 
 def first_line(text: str) -> str:
@@ -36,7 +43,8 @@ def after_thinking(
     """The part of a completion that may be graded when the model thinks aloud first.
 
     Only what follows the last closing tag counts, and thinking that is opened again after it does not. A
-    text without any tag is returned whole, so that models that do not think are graded too.
+    text without any tag is returned whole, so that models that do not think are graded too. Tags match whatever
+    their case.
 
     Args:
       text: the sampled text.
@@ -46,11 +54,14 @@ def after_thinking(
     Returns:
       The gradable part, or None when the thinking was never closed.
     """
-    opening, closing = tags
-    _, closed, rest = text.rpartition(closing)
-    if closed:
-        return rest.split(opening, 1)[0]
-    return None if opened or opening in text else text
+    opening, closing = map(small, tags)
+    lowered = small(text)
+    end = lowered.rfind(closing)
+    if end >= 0:
+        start = end + len(closing)
+        again = lowered.find(opening, start)
+        return text[start : None if again < 0 else again]
+    return None if opened or opening in lowered else text
 
 
 def last_boxed(text: str) -> str | None:
@@ -96,13 +107,14 @@ def mask_code_fences(text: str) -> str:
 
 
 def answer_tag(text: str, tag: str = "answer") -> str | None:
-    """The contents of the last complete `<answer>…</answer>`, stripped; tags inside code fences do not count.
+    """The contents of the last complete `<answer>…</answer>`, stripped; tags inside code fences do not count, and
+    the case of a tag does not matter.
 
     Returns:
       The contents ("" if the block is empty), or None when there is no complete block.
     """
-    masked = mask_code_fences(text)
-    opening, closing = f"<{tag}>", f"</{tag}>"
+    masked = small(mask_code_fences(text))
+    opening, closing = small(f"<{tag}>"), small(f"</{tag}>")
     end = masked.rfind(closing)
     if end < 0:
         return None

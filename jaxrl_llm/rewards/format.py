@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxrl_llm.rewards.extract import mask_code_fences
+from jaxrl_llm.rewards.extract import mask_code_fences, small
 from jaxrl_llm.rewards.score import Score
 
 __all__ = ["think_answer_format"]
@@ -12,9 +12,10 @@ def think_answer_format(completion: str) -> Score:
     """1 if the completion is `<think>…</think><answer>…</answer>` and nothing else, else 0; never more than 1.
 
     Each tag must occur once, in this order, with only white space before, between and after the two blocks.
-    Mismatched, repeated, nested or reordered tags give 0; tags inside a code fence do not count.
+    Mismatched, repeated, nested or reordered tags give 0; tags inside a code fence do not count. Tags match whatever
+    their case, as they do for the graders.
     """
-    masked = mask_code_fences(completion)
+    masked = small(mask_code_fences(completion))
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     at = [masked.find(tag) for tag in tags]
     for tag in tags:

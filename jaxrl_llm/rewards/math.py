@@ -10,12 +10,22 @@ from __future__ import annotations
 import re
 
 from jaxrl_llm.rewards.extract import after_thinking, answer_tag, last_boxed
-from jaxrl_llm.rewards.numbers import find_numbers, numbers_equal, parse_number
+from jaxrl_llm.rewards.numbers import (
+    find_numbers,
+    numbers_equal,
+    parse_number,
+    read_number,
+    without_spaced_groups,
+)
 from jaxrl_llm.rewards.score import Score
 
 __all__ = ["answers_equal", "asks_percent", "grade_boxed", "grade_tag", "normalise_latex"]
 
-_DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\$")
+_NO_SPACE = re.compile(r"\\!")
+_DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\$")
+_SHORT_FRACTION = re.compile(r"\\frac ?([0-9]) ?([0-9])")
+# A blank that keeps two numbers apart: 4 10, 1 .5, 1. 5.
+_REMOVABLE = re.compile(r"(?!(?<=\d) \.?\d)(?!(?<=\d\.) \d) ")
 _ASKS_PERCENT = re.compile(r"\bper ?cent(?:age)?\b", re.IGNORECASE)
 
 
@@ -25,11 +35,20 @@ def asks_percent(question: str) -> bool:
 
 
 def normalise_latex(text: str) -> str:
-    r"""The text without \left, \right, thin spaces, dollar signs, white space and a final full stop, and with
-    \dfrac and \tfrac written \frac. Applied to both sides."""
-    text = _DROPPED.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    text = "".join(text.split())
-    return text[:-1] if text.endswith(".") and not text.endswith("..") else text
+    r"""The text without \left, \right, dollar signs, spaces and a final full stop, with \dfrac and \tfrac written \frac
+    and \frac12 written \frac{1}{2}. Applied to both sides.
+
+    A space goes only where it says nothing: `4 10/3` does not become 410/3, nor `1, 234` the number 1,234.
+    """
+    text = (
+        _DROPPED.sub(" ", _NO_SPACE.sub("", text)).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    )
+    text = without_spaced_groups(text)
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    joined = _REMOVABLE.sub("", text)
+    return text if read_number(text) is None and read_number(joined) is not None else joined
 
 
 def answers_equal(a: str, b: str, *, percent_asked: bool = False) -> bool:

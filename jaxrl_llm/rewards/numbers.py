@@ -15,13 +15,25 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-__all__ = ["Number", "find_numbers", "numbers_equal", "parse_number", "read_number"]
+__all__ = [
+    "Number",
+    "find_numbers",
+    "numbers_equal",
+    "parse_number",
+    "read_number",
+    "without_spaced_groups",
+]
 
 MAX_CHARS = 200  # longer texts are no numbers; keeps every conversion cheap
 MAX_EXPONENT = 300  # 1e300 is read, 1e301 is not: a Fraction stores the whole integer
 
-_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_UNSIGNED = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
 _DECIMAL = re.compile(rf"(?P<figures>{_UNSIGNED})(?:[eE](?P<exponent>[-+]?[0-9]{{1,4}}))?")
+# 1 000: blanks between groups of exactly three digits. Not 4 100/3, which may mean a mixed number.
+_SPACED_GROUPS = re.compile(
+    r"(?<![0-9.,/])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9/,]| ?\\[dt]?frac)"
+)
+_SPACE = re.compile(r"\\[,;: ]|\s")
 _RATIO = re.compile(r"(?:(?P<whole>[0-9]+) +)?(?P<over>[0-9]+) */ *(?P<under>[0-9]+)")
 _FRAC = re.compile(
     r"(?:(?P<whole>[0-9]+) *)?\\[dt]?frac *(?:\{ *(?P<minus>-?) *(?P<over>[0-9]+) *\} *\{ *(?P<under>[0-9]+) *\}"
@@ -42,10 +54,11 @@ class Number(NamedTuple):
 def read_number(text: str) -> Number | None:
     r"""Reads a whole text as one number.
 
-    Read are: an optional sign (ASCII or U+2212), integers with or without thousands commas, decimals,
+    Read are: an optional sign (ASCII or U+2212), integers with or without thousands commas or blanks, decimals,
     exponents, `a/b`, `\frac{a}{b}` (also \dfrac, \tfrac), mixed numbers `n a/b` and `n\frac{a}{b}` (the sign
     covers the whole of it, and a < b is required: 4 10/3 is not a mixed number), a percent sign, dollar
-    signs around the whole, LaTeX thin spaces. Everything else is None.
+    signs around the whole. LaTeX spaces are blanks; blanks join digits only between groups of three (1 000).
+    Everything else is None.
     """
     if len(text) > MAX_CHARS:
         return None
@@ -54,7 +67,8 @@ def read_number(text: str) -> Number | None:
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
             break
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace(r"\!", "").replace(r"\,", "")
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace(r"\!", "")
+    text = without_spaced_groups(text)
     percent = _PERCENT.search(text)
     if percent:
         text = text[: percent.start()]
@@ -66,6 +80,13 @@ def read_number(text: str) -> Number | None:
     if value is None:
         return None
     return Number(sign * value / (100 if percent else 1), bool(percent))
+
+
+def without_spaced_groups(text: str) -> str:
+    r"""The text with every run of white space and LaTeX spaces (`\,` `\ ` …) as one blank, none at the ends, and none
+    between the groups of three digits of a number (1 000 is 1000; 1 00 and 4 10/3 stay)."""
+    text = " ".join(_SPACE.sub(" ", text).split())
+    return _SPACED_GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
 def _unsigned(text: str) -> Fraction | None:
@@ -90,6 +111,8 @@ def _unsigned(text: str) -> Fraction | None:
             return -part if named.get("minus") else part
         if over >= under or named.get("minus"):
             return None
+        if pattern is _RATIO and named["over"].startswith("0"):
+            return None  # 1 000/3: a thousand thirds as likely as one and no thirds
         return int(named["whole"]) + part
     return None
 

@@ -70,6 +70,10 @@ def test_r02_the_last_box_wins(text, gold, expected):
         (r"<think>\boxed{1}</think> \boxed{41} </think> \boxed{42}", 1.0),
         (r"<think>a</think> no box here", 0.0),
         (r"<think>a</think> hm <think> \boxed{42}", 0.0),
+        (r"<THINK>\boxed{42}", 0.0),  # tags match whatever their case
+        (r"<Think>\boxed{41}</THINK> \boxed{42}", 1.0),
+        (r"<think>a</think> hm <THINK> \boxed{42}", 0.0),
+        ("\u0130</Think> " + r"\boxed{42}", 1.0),  # a letter that is two when it is small
         (r"\boxed{42}", 1.0),  # a model that does not think is graded all the same
     ],
 )
@@ -88,6 +92,8 @@ def test_r04_thinking_that_the_prompt_opened():
     "text,form,answer",
     [
         ("<think>a</tool><answer>b</answer>", 0.0, "b"),
+        ("<think>a</think><ANSWER>B</Answer>", 1.0, "B"),
+        ("<think>a</think><THINK><answer>b</answer>", 0.0, "b"),
         ("<think>a</think><answer>b</answer>", 1.0, "b"),
         (" <think>\na\n</think>\n<answer> b </answer>\n", 1.0, "b"),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0.0, "c"),

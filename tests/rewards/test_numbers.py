@@ -65,6 +65,22 @@ from jaxrl_llm.rewards.score import Score
         ("10^2", None),
         ("3!", None),
         ("1 1/2/3", None),
+        ("1 000", 1000),
+        ("1\u2009000\u202f000", 10**6),
+        ("1\u00a0000.5", Fraction(2001, 2)),
+        ("-12 345", -12345),
+        (r"12\ 345", 12345),
+        ("1 00", None),
+        ("1 0000", None),
+        ("1234 567", None),
+        ("0 500", None),
+        ("0,500", None),  # not 500: half of the world writes a decimal comma
+        ("1 2 345", None),
+        ("12 345 67", None),
+        ("1 000/3", None),
+        (r"1\,2", None),
+        (r"4\,10/3", None),
+        (r"2\,1/2", Fraction(5, 2)),
     ],
 )
 def test_parse_number(text, value):
@@ -90,6 +106,43 @@ def test_r06_mixed_numbers_in_both_orders(a, b, expected):
     assert answers_equal(b, a) is expected
     assert grade_boxed(rf"\boxed{{{a}}}", b).value == float(expected)
     assert grade_boxed(rf"\boxed{{{b}}}", a).value == float(expected)
+
+
+@pytest.mark.parametrize(
+    "a,b,expected",
+    [
+        ("4 10/3", "410/3", False),
+        ("2 3/3", "23/3", False),
+        ("1 2", "12", False),
+        ("3 14", "314", False),
+        ("2 5/2", "25/2", False),
+        ("4 100/3", "4100/3", False),
+        ("1.5 5", "1.55", False),
+        ("1 .5", "1.5", False),
+        ("1. 5", "1.5", False),
+        ("1 e5", "1e5", False),
+        ("1, 234", "1,234", False),
+        ("1$2", "12", False),
+        (r"1\;2", "12", False),
+        ("3 5%", "35%", False),
+        ("x^2 3", "x^23", False),
+        ("1 0 0 0", "1000", False),
+        ("- 5", "-5", True),
+        ("1 000", "1000", True),
+        ("1\u2009000 m", "1000 m", True),
+        ("1\u202f000", "1,000", True),
+        ("(1, 200)", "(1,200)", True),
+        ("1, 2, 3", "1,2,3", True),
+        (r"2\sqrt{3} .", r"2 \sqrt{3}", True),
+        (r"\frac 1 2 x", r"\frac12x", True),
+        (r"\left( x , y \right)", "(x,y)", True),
+        ("$5", "5", True),
+        ("5 .", "5", True),
+    ],
+)
+def test_white_space_joins_no_two_numbers(a, b, expected):
+    assert answers_equal(a, b) is expected
+    assert answers_equal(b, a) is expected
 
 
 @pytest.mark.parametrize(
