@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ __all__ = [
     "build_mesh",
     "build_sampler",
     "build_task",
+    "check_teacher_source",
     "configured_model",
     "held_out_items",
     "configured_teacher",
@@ -85,6 +87,7 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
         teacher = _of_snapshot(given.snapshot, where, dtype)
     elif given.source is not None:
         where = f"teacher.source: {given.source}"
+        check_teacher_source(config)
         teacher = load_model(given.source, dtype=dtype)
     else:
         return None
@@ -102,6 +105,27 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), teacher.params)
     params = params if shardings is None else jax.device_put(params, shardings)
     return Teacher(teacher.config, params, teacher.digest)
+
+
+def check_teacher_source(config: Config) -> None:
+    """Refuses a run folder where a model is asked for. Looks at names only, so that it may come before any loading.
+
+    Raises:
+      InputError: says where a run folder is given.
+    """
+    source = config.teacher.source
+    if source is None or not os.path.isdir(os.path.expanduser(source)):
+        return
+    if os.path.exists(os.path.join(os.path.expanduser(source), "config.json")):
+        return
+    try:
+        locate(source)
+    except (InputError, OSError):
+        return  # not a run; whether it is a model, `load_model` says
+    raise InputError(
+        f"teacher.source: {source} holds snapshots of a run, not a model. Give it as teacher.snapshot: "
+        f"--set teacher.snapshot={source}, and leave teacher.source out."
+    )
 
 
 def _of_snapshot(path: str, where: str, dtype: str) -> Model:

@@ -47,8 +47,9 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Sft:
-    """Fine-tunes a model on given answers, or on pairs of them when the objective is dpo, ipo, kto, orpo, simpo,
-    reward_model or the like; the file is data.path of the config."""
+    """Fine-tunes a model on the rows of a JSONL file, data.path of the config, one JSON object a line:
+    {prompt, answer} or {messages} for the objective sft; {prompt, chosen, rejected} for a preference loss (dpo, ipo,
+    orpo, simpo, …) or reward_model; {prompt, completion, label}, label true or false, or pairs, for kto."""
 
     config: tyro.conf.Positional[str]
     """YAML file; its data.path names the JSONL file."""

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.assembly import REMAT, configured_model
+from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model
 from jaxrl_llm.config import Config
 from jaxrl_llm.data.preferences import (
     Labelled,
@@ -63,6 +63,10 @@ __all__ = ["RowSource", "SupervisedRun", "evaluate_reward_model", "make_measure"
 Row = Example | Labelled | Pair
 Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
 
+_ROWS = (
+    "{prompt, answer} or {messages} for sft; {prompt, chosen, rejected} for a preference loss or reward_model; "
+    "{prompt, completion, label} or pairs for kto"
+)
 _MEASURED = re.compile(r"loss|nll|entropy|divergence_teacher|pair_.*|reward_chosen|reward_rejected")
 # What the loop fills beside the data: a number a token, and lists of tokens.
 _GIVEN = {"logprob_proximal", "logprob_reference", "reference_point", "logprob_teacher"}
@@ -235,8 +239,10 @@ def _read(config: Config, pairs: bool, labels: bool) -> tuple[list[Row], list[Ro
     """(training rows, held-out rows) of the files of a config."""
     data = config.data
     if data.path is None:
-        kind = "pairs (prompt, chosen, rejected)" if pairs else "answers (prompt, answer, or messages)"
-        raise InputError(f"data.path: give the JSONL file of {kind} to train on.")
+        kind = "pairs of answers" if pairs else "answers"
+        raise InputError(
+            f"data.path: give the JSONL file of {kind} to train on, one JSON object a line. Rows are {_ROWS}."
+        )
 
     def read(path: str) -> list[Row]:
         if labels:
@@ -318,6 +324,7 @@ class SupervisedRun(BaseRun):
         self.labels = takes_labels(objective) and path is not None and has_labels(path)
         self.pairs = takes_pairs(objective) and not self.labels
         check_teacher(objective, config.teacher.given)
+        check_teacher_source(config)
         self._check_settings(config)
         if "reference_point" in needed_fields(objective) and config.data.batch < 2:
             raise InputError(

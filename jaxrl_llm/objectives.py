@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,13 +28,18 @@ FILLED = frozenset(
 # From a teacher, where the config has one.
 TAUGHT = frozenset({"batch.logprob_teacher", "batch.topk_logprob_teacher", "loss.divergence"})
 
+_EXAMPLES = {"limit": 256, "agents": 2}  # most required arguments are coefficients
+
 __all__ = [
     "FILLED",
     "TAUGHT",
+    "argument_help",
     "build_objective",
     "check_teacher",
     "check_trainable",
+    "example_arguments",
     "is_trust_region",
+    "required_arguments",
     "uses_groups",
 ]
 
@@ -84,6 +90,7 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
     Raises:
       InputError: names the stage and the field, or the part of the reward.
     """
+    _check_parts(objective, frozenset(parts))
     needed = transforms.needed_fields(objective)
     filled = needed & (FILLED | {"logprob_teacher"})
     # By the sampler, by the learner, by the teacher.
@@ -114,6 +121,18 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
         raise InputError(f"objective: {error} The training loop does not provide it.") from None
 
 
+def _check_parts(objective: LossTransform, parts: frozenset[str]) -> None:
+    for info in objective.info:
+        weights = info.arguments.get("weights") if info.stage == "multi_reward_advantage" else None
+        unknown = sorted(set(weights or ()) - parts)
+        if unknown:
+            near = did_you_mean(unknown[0], parts)
+            raise InputError(
+                f"objective: weights names {', '.join(map(repr, unknown))}, which the reward of the task does not have.{near} "
+                f"Its parts: {', '.join(sorted(parts))}. Set weights to {{part: number}} with some of them."
+            )
+
+
 def check_teacher(objective: LossTransform, given: bool) -> TeacherNeeds:
     """What an objective reads of its teacher.
 
@@ -142,6 +161,27 @@ def check_teacher(objective: LossTransform, given: bool) -> TeacherNeeds:
     return wanted
 
 
+def required_arguments(factory: Callable[..., Any]) -> list[str]:
+    """The arguments of a recipe or stage that have no default."""
+    return [
+        name
+        for name, p in inspect.signature(factory).parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+
+
+def argument_help(factory: Callable[..., Any], name: str) -> str:
+    """What an argument means: the sentence of the docstring that begins with "NAME: ", or ""."""
+    text = inspect.getdoc(factory) or ""
+    found = re.search(rf"^{re.escape(name)}: (.+?)(?:\.(?=\s|$)|\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def example_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
+    """A value for each required argument, to show how it is spelled."""
+    return {name: _EXAMPLES.get(name, 0.1) for name in required_arguments(factory)}
+
+
 def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
     known = list(inspect.signature(call).parameters)
     for key in kwargs:
@@ -149,6 +189,19 @@ def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) ->
             raise InputError(
                 f"{where} has no argument {key!r}.{did_you_mean(str(key), known)} It takes: {', '.join(known) or 'none'}."
             )
+    missing = [name for name in required_arguments(call) if name not in kwargs]
+    if missing:
+        name = missing[0]
+        means, value = argument_help(call, name), example_arguments(call)[name]
+        # A recipe is an argument of `objective`; a stage of a list has its arguments below its name.
+        spelled = (
+            f"{{{call.__name__}: {{{name}: {value}}}}}"
+            if getattr(call, "__name__", "") in transforms.STAGES and "stage" in where
+            else f"--set objective.{name}={value}"
+        )
+        raise InputError(
+            f"{where} needs {name}{f' ({means})' if means else ''}. Set it, for example: {spelled}"
+        )
     try:
         return call(**kwargs)
     except (TypeError, ValueError) as error:

@@ -122,7 +122,7 @@ def test_a_reward_model_is_measured_on_pairs_and_writes_nothing(load, files, tmp
         with pytest.raises(InputError, match="holds a reward model.*jaxrl eval"):
             use()
     assert not (tmp_path / "hf").exists()
-    with pytest.raises(InputError, match="data.path: give the JSONL file of pairs"):
+    with pytest.raises(InputError, match=r"data.path: give the JSONL file of pairs.*\{prompt, answer\}"):
         evaluate_config(load("reward_model", "data.path=null"), snapshot=str(run))
     few = write(tmp_path / "few.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "b"}])
     with pytest.raises(InputError, match="too few different prompts.*data.eval_path"):
@@ -248,6 +248,16 @@ def test_bad_settings_are_refused(objective, more, parts, load, tmp_path):
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+def test_a_run_is_no_model_to_be_taught_by(load, tmp_path):
+    (tmp_path / "taught" / "snapshots" / "20").mkdir(parents=True)
+    for give, name in ((sft, "sft"), (train, "train")):
+        with pytest.raises(InputError, match=r"teacher\.source: .*--set teacher\.snapshot="):
+            config = load(
+                "sft", "objective=gkd", f"teacher.source={tmp_path / 'taught'}", "learner.minibatches=1"
+            )
+            give(config, tmp_path / name)
+
+
 def test_objectives_that_need_a_rollout_are_refused(load, files, tmp_path):
     config = load("sft", "objective=grpo")
     with pytest.raises(InputError, match="logprob_behavior"):
@@ -299,7 +309,7 @@ def test_the_command(config_file, tmp_path, capsys):
     with pytest.raises(SystemExit) as done:
         main(["sft", str(config_file), "--run", str(tmp_path / "run"), "--set", "objective=dpo"])
     assert done.value.code == 2
-    assert "data.path: give the JSONL file of pairs" in capsys.readouterr().err
+    assert "{prompt, completion, label}" in capsys.readouterr().err
     rows = write(tmp_path / "rows.jsonl", [{"prompt": "q", "chosen": "a", "rejected": "a"}])
     arguments = ["--set", "objective=dpo", "--set", f"data.path={rows}"]
     with pytest.raises(SystemExit) as done:

@@ -8,7 +8,14 @@ import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.objectives import build_objective, check_trainable, uses_groups
+from jaxrl_llm.objectives import (
+    argument_help,
+    build_objective,
+    check_trainable,
+    example_arguments,
+    required_arguments,
+    uses_groups,
+)
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.types import TokenBatch
 
@@ -68,8 +75,9 @@ def test_the_loop_has_lists_of_both_policies(anchor):
 def test_parts_of_the_reward_are_those_of_the_task():
     objective = build_objective({"recipe": "gdpo", "weights": {"format": 1.0, "taste": 1.0}})
     check_trainable(objective, ("reward", "format", "taste"))
-    with pytest.raises(InputError, match=r"no part taste; it has format, reward\..*loop does not provide"):
+    with pytest.raises(InputError, match=r"'taste', which.*Its parts: format, reward\.") as error:
         check_trainable(objective, ("reward", "format"))
+    assert "does not provide" not in str(error.value)
 
 
 def test_roles_are_filled():
@@ -165,6 +173,13 @@ def test_import_paths_that_are_refused(module, path, parts):
     refused(path, parts)
 
 
+def test_every_required_argument_of_a_recipe_is_explained():
+    for name, recipe in RECIPES.items():
+        for argument in required_arguments(recipe):
+            assert argument_help(recipe, argument), (name, argument)
+        build_objective({"recipe": name, **example_arguments(recipe)})
+
+
 def refused(spec, parts):
     with pytest.raises(InputError) as error:
         build_objective(spec)
@@ -189,7 +204,10 @@ def refused(spec, parts):
         ({"recipe": "grpo", "clip_high": "wide"}, ["recipe grpo", "high", "'wide'"]),
         ({"recipe": "grpo", "anchor": "old"}, ["anchor", "'old'", "behavior"]),
         ({"recipe": "grpo", "importance_cap": 2.0}, ["importance_cap", "proximal"]),
-        ({"recipe": "dr_grpo"}, ["recipe dr_grpo", "limit"]),
+        (
+            {"recipe": "dr_grpo"},
+            ["recipe dr_grpo needs limit (the most tokens that an answer can", "--set objective.limit=256"],
+        ),
         (
             {"recipe": "grpo", "stages": {"clip_surogate": {"low": 0.1}}},
             ["objective.stages", "clip_surrogate"],
@@ -213,7 +231,10 @@ def refused(spec, parts):
         ([{"group_advantage": {"scle": "none"}}], ["no argument 'scle'", "Did you mean scale?"]),
         ([{"group_advantage": {"scale": "non"}}], ["scale", "'none'", "'non'"]),
         ([{"group_advantage": "none"}], ["objective[0]", "{argument: value}", "'none'"]),
-        ([{"penalize_kl_in_reward": {}}], ["objective[0]", "coef"]),
+        (
+            [{"penalize_kl_in_reward": {}}],
+            ["objective[0]", "needs coef", "{penalize_kl_in_reward: {coef: 0.1}}"],
+        ),
         ([CHAIN[3], *CHAIN[:3]], ["clip_surrogate", "reads", "move it before stage 0"]),
         ([CHAIN[0], *CHAIN], ["both called group_advantage"]),
         ("no_such_module:objective", ["cannot import 'no_such_module:objective'"]),
