@@ -33,6 +33,7 @@ __all__ = [
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PHASES = (
     ("rollout", "cyan"),
+    ("data", "cyan"),  # of fine-tuning, which samples nothing
     ("score", "yellow"),
     ("update", "magenta"),
     ("eval", "green"),
@@ -110,7 +111,7 @@ class _Progress:
         self.evaluation_seconds = self.snapshot_seconds = 0.0  # of the last one
         self.stepped = time.monotonic()  # when the last step was done
         self.row: dict[str, Any] = {}
-        self.rewards: list[float] = []
+        self.training: dict[str, list[float]] = {}  # curves of the train steps by label
         self.evaluations: dict[str, list[float]] = {}
         self.seconds: list[float] = []
         self.started = time.monotonic()
@@ -119,9 +120,13 @@ class _Progress:
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         self.row = dict(metrics)
-        reward = _value(metrics, "reward/mean")
-        if reward is not None:
-            self.rewards.append(reward)
+        figures = {label: value for label, value, _ in _measures(metrics, "policy/")}
+        if (reward := _value(metrics, "reward/mean")) is not None:
+            figures.pop("loss", None)  # of a surrogate: its height tells nothing
+            figures["reward"] = reward
+        for label in _CURVES:
+            if label in figures:
+                self.training.setdefault(label, []).append(figures[label])
         evaluation = _value(metrics, "time/eval") or 0.0
         if evaluation:
             self.evaluation_seconds = evaluation
@@ -129,10 +134,9 @@ class _Progress:
         if (seconds := _value(metrics, "time/total")) is not None:
             self.seconds.append(max(0.0, seconds - evaluation))
         self.stepped = time.monotonic()
-        for key in metrics:
-            if key.endswith(("/greedy_accuracy", "/sampled_accuracy")) and key.startswith("eval/"):
-                if (value := _value(metrics, key)) is not None:
-                    self.evaluations.setdefault(key, []).append(value)
+        for key in _evaluation_keys(metrics):
+            if (value := _value(metrics, key)) is not None:
+                self.evaluations.setdefault(key, []).append(value)
 
     def set_phase(self, name: str, done: float, total: float | None) -> bool:
         """Returns True when another phase has begun."""
@@ -223,7 +227,10 @@ class PlainDisplay:
         progress.add_step(metrics)
         width = len(str(progress.total_steps))
         parts = [f"step {progress.version:>{width}}/{progress.total_steps}"]
+        measures = [f"{label} {style(value)}" for label, value, style in _measures(metrics, "policy/")]
         for label, key, style in _PLAIN_FIGURES:
+            if key == "completion/length_mean":  # rewards come first, then what the objective says
+                parts += measures
             if (value := _value(metrics, key)) is not None:
                 parts.append(f"{label} {style(value)}")
         keys = _evaluation_keys(metrics)
@@ -322,7 +329,7 @@ class LiveDisplay:
         progress = self._progress
         lines: list[RenderableType] = []
         room = max(8, width - 48)
-        curves = [("reward", progress.rewards, "cyan")]
+        curves = [(label, values, "cyan") for label, values in progress.training.items()]
         for key, values in progress.evaluations.items():
             curves.append((_evaluation_label(key, progress.evaluations), values, "green"))
         for label, values, style in curves:
@@ -445,11 +452,39 @@ def _count(value: float | None) -> str:
     return "?" if value is None else f"{value:,.0f}"
 
 
+# What an objective says of itself, under policy/ in training and under eval/NAME/ for held-out rows.
+_MEASURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", _small),
+    ("nll", "nll", _small),
+    ("divergence_teacher", "to teacher", _small),
+    ("kl_in_advantage", "to target", _small),  # the teacher, or the reference of a penalty
+    ("pair_accuracy", "pairs right", _percent),
+    ("pair_margin", "margin", _small),
+    ("reward_chosen", "chosen", _small),
+    ("reward_rejected", "rejected", _small),
+)
+_WORDS = {name: (label, style) for name, label, style in _MEASURES}
+_CURVES = ("reward", *(label for name, label, _ in _MEASURES if name != "pair_margin"))
+
+
+def _measures(row: Mapping[str, Any], prefix: str) -> list[tuple[str, float, Callable[[float], str]]]:
+    """(label, value, style) of each figure of the objective that the row has."""
+    return [
+        (label, value, style)
+        for name, label, style in _MEASURES
+        if (value := _value(row, prefix + name)) is not None
+        # The margin of pairs is the difference of these two.
+        and not (name in ("reward_chosen", "reward_rejected") and prefix + "pair_margin" in row)
+    ]
+
+
 _PLAIN_FIGURES = (
     ("reward", "reward/mean", _small),
     ("acc", "reward/accuracy", _percent),
     ("len", "completion/length_mean", _tenths),
     ("trunc", "completion/truncated_fraction", _percent),
+    ("dropped", "rollout/groups_dropped", _whole),
+    ("rounds", "rollout/rounds", _whole),
     ("entropy", "policy/entropy", _small),
     ("kl", "policy/kl_behavior", _small),
     ("clip", "policy/clip_fraction", _percent),
@@ -470,6 +505,12 @@ def _figures(row: Mapping[str, Any], width: int) -> Table:
         low, high = next((pair for pair in ranges if pair[0] in row), ranges[0])
         return f"{value(low, _small)} … {value(high, _small)}"
 
+    refilled = " groups"
+    if "rollout/groups_dropped" in row:
+        refilled = (
+            f", {value('rollout/groups_dropped', _whole)} dropped, {value('rollout/rounds', _whole)} rounds"
+        )
+    measures = [(label, style(number)) for label, number, style in _measures(row, "policy/")]
     cells = [
         ("reward", value("reward/mean", _small)),
         ("entropy", value("policy/entropy", _small)),
@@ -482,7 +523,7 @@ def _figures(row: Mapping[str, Any], width: int) -> Table:
         ("clipped", value("policy/clip_fraction", _percent)),
         ("truncated", value("completion/truncated_fraction", _percent)),
         ("ratio", pair(("policy/ratio_min", "policy/ratio_max"), ("policy/ratio_low", "policy/ratio_high"))),
-        ("no signal", value("rollout/no_signal_groups", _whole) + " groups"),
+        ("no signal", value("rollout/no_signal_groups", _whole) + refilled),
         (
             "log-prob gap",
             f"{value('policy/logprob_gap_mean', _small)} (max {value('policy/logprob_gap_max', _small)})",
@@ -490,35 +531,76 @@ def _figures(row: Mapping[str, Any], width: int) -> Table:
         ("tokens/s", value("time/tokens_per_second", _whole)),
         ("grad norm", value("optimizer/grad_norm", _small)),
     ]
+    if any(key.startswith(("reward/", "completion/")) for key in row):
+        cells += measures
+    else:  # given answers: nothing was sampled
+        last = [cell for cell in cells if cell[0] in ("tokens/s", "grad norm")]
+        cells = [*measures, ("learning rate", value("optimizer/learning_rate", _small)), *last]
+    cells += [("", "")] * (len(cells) % 2)
     table = Table.grid(padding=(0, 1), expand=False)
-    for name_width in (9, 13):
+    names = [max(9, *(len(name) for name, _ in cells[::2])), 13]
+    for name_width in names:
         table.add_column(style="dim", width=name_width, no_wrap=True)
-        table.add_column(width=max(20, (width - 30) // 2), no_wrap=True, overflow="ellipsis")
+        table.add_column(width=max(20, (width - sum(names) - 6) // 2), no_wrap=True, overflow="ellipsis")
     for left, right in zip(cells[::2], cells[1::2], strict=True):
         table.add_row(*left, *right)
     return table
 
 
 def _evaluation_keys(row: Mapping[str, Any]) -> list[str]:
-    return [
-        key
-        for key in row
-        if key.startswith("eval/")
-        and key.endswith(("/greedy_accuracy", "/sampled_accuracy"))
-        and _value(row, key) is not None
-    ]
+    """The figures of an evaluation that are shown: accuracies, else what the objective says of held-out rows."""
+    keys = []
+    for task in _evaluated(row):
+        prefix = f"eval/{task}/"
+        names = [f"{kind}_accuracy" for kind in ("greedy", "sampled")]
+        shown = {label for label, _, _ in _measures(row, prefix)}
+        names += [name for name, label, _ in _MEASURES if label in shown]
+        keys += [prefix + name for name in names if _value(row, prefix + name) is not None]
+    return keys
+
+
+def _evaluated(row: Mapping[str, Any]) -> list[str]:
+    """Names of the tasks or data files that the row evaluates."""
+    return list(dict.fromkeys(key[5:].rpartition("/")[0] for key in row if key.startswith("eval/")))
 
 
 def _evaluation_label(key: str, keys: Iterable[str]) -> str:
     """eval/NAME/greedy_accuracy -> "eval greedy", or "NAME greedy" where several tasks are evaluated."""
     task, measure = key.removeprefix("eval/").rsplit("/", 1)
     several = len({other.rsplit("/", 1)[0] for other in keys}) > 1
-    return f"{task if several else 'eval'} {measure.removesuffix('_accuracy')}"
+    label = _WORDS[measure][0] if measure in _WORDS else measure.removesuffix("_accuracy")
+    return f"{task if several else 'eval'} {label}"
 
 
 def evaluation_table(figures: Mapping[str, Any]) -> str:
-    """The `eval/TASK/…` figures for people: a line a task, and what else is worth knowing about it."""
-    tasks = list(dict.fromkeys(key[5:].rpartition("/")[0] for key in figures if key.startswith("eval/")))
+    """The `eval/NAME/…` figures for people: a line a task, and what else is worth knowing about it; the same for
+    data files, whose held-out rows an objective measures."""
+    files = [name for name in _evaluated(figures) if _value(figures, f"eval/{name}/loss") is not None]
+    tasks = [name for name in _evaluated(figures) if name not in files]
+    tables = [_task_table(figures, tasks)] if tasks else []
+    return "\n".join([*tables, _file_table(figures, files)] if files else tables)
+
+
+def _file_table(figures: Mapping[str, Any], files: list[str]) -> str:
+    """A line a data file."""
+    rows = {name: {label: (v, s) for label, v, s in _measures(figures, f"eval/{name}/")} for name in files}
+    labels = [label for _, label, _ in _MEASURES if any(label in row for row in rows.values())]
+    lines: list[tuple[str, ...]] = [("held out of", "n", *labels)]
+    notes = []
+    for name, row in rows.items():
+        items = _value(figures, f"eval/{name}/items")
+        shown = (row[label][1](row[label][0]) if label in row else "–" for label in labels)
+        lines.append((name, _count(items), *shown))
+        several = f"{name}: " if len(files) > 1 else ""
+        if skipped := _value(figures, f"eval/{name}/skipped"):
+            notes.append(f"{several}{_whole(skipped)} rows were left out because they are too long.")
+        if missing := _value(figures, f"eval/{name}/pair_missing"):
+            notes.append(f"{several}{_percent(missing)} of the pairs have an empty side.")
+    return "\n".join([*_aligned(lines, (True, *[False] * (len(labels) + 1))), *notes])
+
+
+def _task_table(figures: Mapping[str, Any], tasks: list[str]) -> str:
+    """A line a task, whose completions were scored."""
     lines: list[tuple[str, ...]] = [("task", "n", "greedy", "sampled", "format", "length")]
     notes = []
     for task in tasks:
@@ -543,20 +625,27 @@ def evaluation_table(figures: Mapping[str, Any]) -> str:
         errors = sum(_value(figures, f"{key}{kind}_reward_errors") or 0.0 for kind in ("greedy", "sampled"))
         if errors:
             notes.append(f"{several}{_whole(errors)} answers could not be scored; they count neither way.")
+    table = _aligned(lines, (True, False, True, True, False, False))
+    return "\n".join([*table, *(note if len(tasks) > 1 else note[0].upper() + note[1:] for note in notes)])
+
+
+def _aligned(lines: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
+    """The lines with their columns one below the other, to the left or to the right."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    left = (True, False, True, True, False, False)
-    table = [
+    return [
         "  ".join(
             cell.ljust(width) if to_left else cell.rjust(width)
             for cell, width, to_left in zip(line, widths, left, strict=True)
         ).rstrip()
         for line in lines
     ]
-    return "\n".join([*table, *(note if len(tasks) > 1 else note[0].upper() + note[1:] for note in notes)])
 
 
 def _evaluation(row: Mapping[str, Any], key: str) -> str:
     value, low, high = (_value(row, key + end) for end in ("", "_low", "_high"))
+    name = key.rpartition("/")[2]
+    if value is not None and name in _WORDS:
+        return _WORDS[name][1](value)
     text = "–" if value is None else f"{value:.3f}"
     return text if low is None or high is None else f"{text} [{low:.3f}, {high:.3f}]"
 

@@ -47,6 +47,30 @@ EVAL = {
     "eval/add/sampled_accuracy": 0.3,
 }
 
+GIVEN = {
+    "optimizer/grad_norm": 5.2,
+    "optimizer/learning_rate": 3e-3,
+    "time/update": 0.2,
+    "time/tokens_per_second": 607.0,
+}
+PAIRS = {
+    "loss": 0.6,
+    "pair_accuracy": 0.875,
+    "pair_margin": 0.2,
+    "reward_chosen": -0.1,
+    "reward_rejected": -0.3,
+}
+OBJECTIVES = {
+    "sft": ({"loss": 3.25, "nll": 3.25}, "loss 3.250 | nll 3.250"),
+    "dpo": (PAIRS, "loss 0.600 | pairs right 88% | margin 0.200"),
+    "kto": (
+        {"loss": 0.4, "reward_chosen": 0.1, "reward_rejected": -0.3},
+        "loss 0.400 | chosen 0.100 | rejected -0.300",
+    ),
+    "gkd": ({"loss": 0.5, "divergence_teacher": 0.5}, "loss 0.500 | to teacher 0.500"),
+    "opd": ({"loss": 2.5, "kl_in_advantage": 2.4}, "loss 2.500 | to target 2.400"),
+}
+
 
 class Terminal(io.StringIO):
     def isatty(self):
@@ -92,6 +116,54 @@ def test_plain_lines():
         "left 2m00s"
     )  # not told from the step that compiles
     assert len(lines) == 6
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_shows_its_loss_and_what_it_is_about(objective):
+    figures, shown = OBJECTIVES[objective]
+    training = {f"policy/{name}": value for name, value in figures.items()}
+    held_out = {f"eval/ans/{name}": value for name, value in figures.items()} | {"eval/ans/items": 6.0}
+    out = io.StringIO()
+    with make_display(2, stream=out) as display:
+        display.step({"version": 0, **held_out})
+        display.step({"version": 1, **GIVEN, **training})
+        display.step({"version": 2, **ROW, **training})
+    evaluated, trained, sampled = out.getvalue().splitlines()
+    assert evaluated == "step 0/2 | " + " | ".join(f"eval {part}" for part in shown.split(" | "))
+    assert trained.startswith(f"step 1/2 | {shown} | grad 5.200 | tok/s 607 | s: update 0.2")
+    assert f"| acc 20% | {shown} | len 23.4 |" in sampled
+    both = held_out | {key.replace("/ans/", "/more/"): value for key, value in held_out.items()}
+    with make_display(1, stream=out) as display:
+        display.step({"version": 0, **both})
+    assert "| ans loss" in out.getvalue() and "| more loss" in out.getvalue()
+
+    console = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    live = LiveDisplay(2, stream=io.StringIO(), console=console)
+    for version in (0, 1):
+        live.step({"version": version, **GIVEN, **training, **held_out})
+    console.print(live._render())
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80 and "–" not in text and "learning rate" in text
+    for part in shown.split(" | "):
+        label, value = part.rsplit(" ", 1)
+        assert any(label in line and value in line for line in text.splitlines()), part
+    assert "eval loss" in text and "reward " not in text and "log-prob gap" not in text
+    live.step({"version": 2, **ROW, **training})
+    console.print(live._render())
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
+    assert list(live._progress.training)[-1] == "reward"
+
+
+def test_a_refill_is_told():
+    refill = {**ROW, "rollout/groups_dropped": 12.0, "rollout/rounds": 3.0}
+    out = io.StringIO()
+    make_display(2, stream=out).step({"version": 1, **refill})
+    assert "| trunc 1.3% | dropped 12 | rounds 3 | entropy" in out.getvalue()
+    console = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    live = LiveDisplay(2, stream=io.StringIO(), console=console)
+    live.step({"version": 1, **refill})
+    console.print(live._render())
+    assert "3, 12 dropped, 3 rounds" in console.file.getvalue()
 
 
 def test_long_phases_show_that_they_are_alive(monkeypatch):
@@ -261,6 +333,19 @@ def test_evaluation_table():
     both = figures | {"eval/mul/items": 8.0, "eval/mul/constant_baseline": 0.1}
     assert "mul: always giving the same answer would score 0.100." in evaluation_table(both)
     assert max(map(len, evaluation_table(both).splitlines())) <= 80
+
+
+def test_held_out_rows_of_files_are_told_in_words():
+    measured = PAIRS | {"items": 40.0, "pair_margin": 1.919, "pair_missing": 0.05, "skipped": 2.0}
+    figures = {"version": 3, **{f"eval/pairs/{name}": value for name, value in measured.items()}}
+    assert evaluation_table(figures).splitlines() == [
+        "held out of   n   loss  pairs right  margin",
+        "pairs        40  0.600          88%   1.919",
+        "2 rows were left out because they are too long.",
+        "5.0% of the pairs have an empty side.",
+    ]
+    both = evaluation_table(figures | {"eval/add/greedy_accuracy": 0.5, "eval/odd/loss": math.nan})
+    assert "task" in both.splitlines()[0] and "odd" in both and "pairs: 2 rows were left out" in both
 
 
 def test_phases_of_other_commands_are_lines_without_a_terminal(clock):
