@@ -254,7 +254,15 @@ def _leading_zero(text: str) -> bool:
 def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> Any:
     text = str(loader.construct_scalar(node))
     # 0777 is octal in YAML 1.1 and decimal in 1.2: refuse to guess, keep the text.
-    return text if _leading_zero(text) else yaml.SafeLoader.construct_yaml_float(loader, node)
+    if _leading_zero(text):
+        return text
+    value = yaml.SafeLoader.construct_yaml_float(loader, node)
+    if value == 0 and re.search(r"[1-9]", re.split(r"[eE]", text)[0]):
+        raise InputError(
+            f"line {node.start_mark.line + 1}: {text[:80]} is too small for a number and would be 0; write 0, or at "
+            "least 1e-307."
+        )
+    return value
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
@@ -483,12 +491,6 @@ def _relations(c: Config) -> list[str]:
         out.append("task.name: is empty; give a task such as addition, reasoning_gym:FAMILY or jsonl:FILE.")
     if c.teacher.source is not None and c.teacher.snapshot is not None:
         out.append("teacher.source: teacher.snapshot names a whole model already; give one of the two.")
-    rows = c.rollout.prompts * c.rollout.group_size
-    if rows % c.learner.minibatches:
-        out.append(
-            f"learner.minibatches: {c.learner.minibatches} does not divide the {rows} rows of a train step "
-            f"(rollout.prompts {c.rollout.prompts} x rollout.group_size {c.rollout.group_size})."
-        )
     packed = c.learner.row_tokens
     if packed and packed < c.model.max_context:
         out.append(

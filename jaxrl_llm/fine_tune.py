@@ -48,7 +48,7 @@ from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward
 from jaxrl_llm.models.load import Model
-from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region
+from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region, uses_groups
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.run_folder import prepare_folder
@@ -311,6 +311,24 @@ def _check_objective(objective: LossTransform, rows: Sequence[Row]) -> None:
             f"objective: {error} Given answers do not provide it: use sft or a preference loss, or train with "
             "`jaxrl train`."
         ) from None
+    if uses_groups(objective):
+        raise InputError(
+            "objective: its advantages compare the samples of one prompt, and every row of the data stands alone, so that "
+            "they would always be 0. Use an objective without group statistics, or train with `jaxrl train`."
+        )
+
+
+def _one_kind_of_label(rows: Sequence[Row]) -> tuple[str, ...]:
+    """A note when all answers with a label are good, or all bad. They can be trained on, but then nothing says what is
+    not wanted (or wanted)."""
+    labels = {row.good for row in rows if isinstance(row, Labelled)}
+    if len(labels) != 1:
+        return ()
+    kind, other = ("true", "bad") if labels.pop() else ("false", "good")
+    return (
+        f"data.path: every 'label' is {kind}, so that kto compares with no {other} answers. It learns more from both "
+        "kinds.",
+    )
 
 
 class SupervisedRun(BaseRun):
@@ -333,6 +351,7 @@ class SupervisedRun(BaseRun):
             )
         rows, self.held_out = _read(config, self.pairs, self.labels)
         _check_objective(objective, rows)
+        self.notes = _one_kind_of_label(rows)
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
         if config.model.max_context > model.config.max_positions:

@@ -154,6 +154,7 @@ class BaseRun(abc.ABC):
 
     command = "train"  # of `jaxrl`
     phase = "rollout"  # what getting the data is called, in the display and under time/
+    notes: tuple[str, ...] = ()  # for whoever started it, shown once
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
 
@@ -430,13 +431,19 @@ class Run(BaseRun):
                 "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
                 "use at least 2, or an objective without group statistics."
             )
+        rows = config.rollout.prompts * config.rollout.group_size
+        if rows % config.learner.minibatches:
+            raise InputError(
+                f"learner.minibatches: {config.learner.minibatches} does not divide the {rows} rows of a train step "
+                f"(rollout.prompts {config.rollout.prompts} x rollout.group_size {config.rollout.group_size})."
+            )
         sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
         check_memory(
             config,
             model.config,
-            rows=config.rollout.prompts * config.rollout.group_size,
+            rows=rows,
             settings=("rollout.prompts", "rollout.group_size"),
             max_tokens=config.rollout.max_tokens or task.max_tokens,
             evaluated=held_out_items(config, task),
@@ -605,6 +612,8 @@ def _session(
         display.phase("loading", 0, 0)
         with reporting(display.phase):
             run = make_run(config, folder, resume=resume)
+        for note in run.notes:
+            display.note(note)
         write_run_info(folder)
         with run.snapshots, StopRequest() as stop:
             if resume:

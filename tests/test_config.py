@@ -69,6 +69,8 @@ def test_u01_numbers(load, text, value):
         ("optimizer: {learning_rate: abc}", ["c.yaml", "optimizer.learning_rate", "'abc'"]),
         ("optimizer: {learning_rate: .nan}", ["optimizer.learning_rate", "finite"]),
         ("optimizer: {learning_rate: yes}", ["optimizer.learning_rate", "'yes'"]),
+        ("steps: 3\noptimizer: {learning_rate: 1e-400}", ["c.yaml", "line 2", "1e-400 is too small"]),
+        ("objective: {recipe: dapo, clip_high: 0.00001e-330}", ["line 1", "e-330"]),
         ("steps: 0777", ["steps", "'0777'"]),
         ("steps: 12:30:45", ["steps", "'12:30:45'"]),
         ("steps: true", ["steps", "true"]),
@@ -99,7 +101,6 @@ def test_u01_numbers(load, text, value):
             "rollout: {max_tokens: 256}\nmodel: {max_context: 256}",
             ["rollout.max_tokens", "model.max_context"],
         ),
-        ("rollout: {prompts: 3, group_size: 5}\nlearner: {minibatches: 2}", ["learner.minibatches", "15"]),
         ('rollout: {stop: [""]}', ["rollout.stop", "empty"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -232,7 +233,7 @@ def test_a_run_is_not_resumed_with_other_rows(load, files, tmp_path):
     [
         ("dpo", ["learner.micro_batch_rows=15"], ["micro_batch_rows", "even", "15"]),
         ("dpo", ["learner.row_tokens=64"], ["row_tokens"]),
-        ("dpo", ["learner.minibatches=2"], ["learner.minibatches"]),
+        ("dpo", ["learner.minibatches=3"], ["learner.minibatches", "data.batch; use 1"]),
         ("kto", ["data.batch=1"], ["data.batch", "at least 2", "not 1"]),
         ("dpo", ["data.path=nowhere.jsonl"], ["nowhere.jsonl", "does not exist"]),
         ("dpo", ["data.path=null"], ["data.path", "prompt, chosen, rejected"]),
@@ -264,6 +265,37 @@ def test_objectives_that_need_a_rollout_are_refused(load, files, tmp_path):
         sft(config, tmp_path / "run")
     with pytest.raises(InputError, match="jaxrl sft"):
         train(load("dpo"), tmp_path / "run")
+
+
+def test_an_objective_that_compares_samples_of_a_prompt_is_refused(load, files, tmp_path):
+    config = load("sft", "objective=[group_advantage, normalize_by_token, reinforce_surrogate]")
+    with pytest.raises(InputError, match="advantages compare the samples of one prompt"):
+        sft(config, tmp_path / "run")
+
+
+def test_labels_of_one_kind_are_pointed_out(load, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.fine_tune.configured_model", lambda config: 1 / 0)
+    for labels, kinds in (
+        ((True, True), "true.*no bad"),
+        ((False, False), "false.*no good"),
+        ((True, False), ""),
+    ):
+        rows = [{"prompt": f"q{i}", "completion": "a", "label": label} for i, label in enumerate(labels)]
+        run = SupervisedRun.__new__(SupervisedRun)
+        with pytest.raises(ZeroDivisionError):
+            run.__init__(
+                load("kto", f"data.path={write(tmp_path / 'rows.jsonl', rows)}"),
+                tmp_path / "run",
+                resume=False,
+            )
+        assert re.search(kinds, run.notes[0]) if kinds else run.notes == ()
+        (tmp_path / "run" / "config.yaml").unlink()
+
+
+def test_an_answer_without_its_label_is_named(load, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "q", "completion": "a"}])
+    with pytest.raises(InputError, match="line 1: 'label' is missing"):
+        sft(load("kto", f"data.path={path}"), tmp_path / "run")
 
 
 def test_rows_that_do_not_fit_are_skipped_and_counted(load, tmp_path):

@@ -17,7 +17,6 @@ Answers that have no partner, for KTO, have a label each (the format of TRL):
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,8 +75,9 @@ class Labelled:
 
 
 def has_labels(path: str | pathlib.Path) -> bool:
-    """Whether the first row of a file is an answer with a label, and not a pair."""
-    return any("label" in row for _, row in itertools.islice(read_objects(path), 1))
+    """Whether the first row of a file is an answer with a label (which may be missing), and not a pair."""
+    first = next(iter(read_objects(path)), None)
+    return first is not None and "chosen" not in first[1] and not {"label", "completion"}.isdisjoint(first[1])
 
 
 def read_labelled(path: str | pathlib.Path) -> list[Labelled]:
