@@ -125,14 +125,15 @@ class Convert:
 
 @dataclasses.dataclass(frozen=True)
 class Objectives:
-    """Lists recipes and stages, or derives one: jaxrl objectives show dapo --set clip_high=0.3"""
+    """Lists recipes and stages, or explains one: jaxrl objectives show dapo --set clip_high=0.3"""
 
     what: tyro.conf.Positional[Literal["list", "show"]] = "list"
-    """list: recipes and stages with hyper-parameters and sources; show: one objective, derived."""
+    """list: recipes and stages with hyper-parameters and sources; show: one objective, or one stage, explained."""
     name: tyro.conf.Positional[str] = ""
-    """With show: a recipe, or package.module:objective."""
+    """With show: a recipe, a stage, or package.module:objective."""
     overrides: _Overrides = ()
-    """With show: a hyper-parameter of the recipe, for example --set clip_high=0.3; may be repeated."""
+    """With show: an argument of the recipe or stage, for example --set clip_high=0.3; may be repeated. As for train,
+    --set objective.clip_high=0.3 is the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,7 +387,9 @@ def _objectives(args: Objectives) -> int:
         print(explain.list_objectives())
     else:
         spec = {"objective": {"recipe": args.name}}
-        spec = apply_overrides(spec, [f"objective.{item}" for item in args.overrides])["objective"]
+        spec = apply_overrides(
+            spec, [f"objective.{item.removeprefix('objective.')}" for item in args.overrides]
+        )["objective"]
         print(explain.derivation(spec.pop("recipe"), spec))
     return 0
 

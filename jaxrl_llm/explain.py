@@ -12,10 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import recipes, transforms
+from jaxrl_llm.config import CriticSettings
+from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.learner.share import coefficients
-from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.objectives import (
+    TAUGHT,
+    argument_help,
+    build_objective,
+    check_arguments,
+    example_arguments,
+    required_arguments,
+)
 from jaxrl_llm.transforms import LossTransform
-from jaxrl_llm.transforms.preference import takes_pairs
+from jaxrl_llm.transforms.preference import takes_labels, takes_pairs
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = ["WEIGHT_LENGTHS", "WEIGHT_RATES", "derivation", "list_objectives", "token_weights"]
@@ -23,6 +32,34 @@ __all__ = ["WEIGHT_LENGTHS", "WEIGHT_RATES", "derivation", "list_objectives", "t
 WEIGHT_LENGTHS = (8, 32, 128)  # trained tokens of an answer
 WEIGHT_RATES = (1, 4, 7)  # right answers of a group of 8
 _GROUP = 8
+
+_TEACHER = "a teacher: set teacher.source or teacher.snapshot"
+_CRITIC = (
+    "a critic, trained beside the policy: see critic.* (critic.learning_rate, default "
+    f"{CriticSettings().learning_rate}, and the others)".replace("e-0", "e-")
+)
+_VALUE_HEAD = "a value head on the model itself (`jaxrl sft` adds one for reward_model)"
+_LISTS = "the likeliest tokens of every place, with their log-probs"
+_WORDS = {  # each on-demand field, for people
+    "batch.logprob_proximal": "one forward pass more over each batch, before its first update",
+    "batch.logprob_reference": "a frozen copy of the start (the reference, in memory beside the policy; see reference.*)",
+    "batch.reference_point": "one pass more over prompts with the answers to others (`jaxrl sft` does it)",
+    "batch.value": _CRITIC,
+    "batch.bootstrap_value": _CRITIC,
+    "batch.rewards": "several named rewards of the task",
+    "batch.baseline_reward": "one greedy answer more per prompt",
+    "batch.agent": "the role of each answer: `agent` of the task's items",
+    "batch.support_ids": "the tokens that each token was drawn from",
+    "batch.topk_ids": _LISTS,
+    "batch.topk_logprob_behavior": _LISTS,
+    "batch.topk_logprob_proximal": _LISTS,
+    "batch.routing_ids": "the experts that each token went through",
+    "loss.entropy": "the entropy of the policy at each token",
+    "loss.value": _VALUE_HEAD,
+    "loss.topk_logprob": _LISTS,
+    "loss.router_probs": "the router's probabilities of each token",
+    **dict.fromkeys(TAUGHT, _TEACHER),
+}
 
 
 def _first_line(factory: Callable[..., Any]) -> str:
@@ -42,12 +79,36 @@ def _arguments(factory: Callable[..., Any]) -> str:
     return ", ".join(shown)
 
 
-def _required(factory: Callable[..., Any]) -> bool:
-    return any(p.default is inspect.Parameter.empty for p in inspect.signature(factory).parameters.values())
+def _keys(objective: LossTransform) -> set[str]:
+    return {need.key for need in transforms.needs(objective)}
+
+
+def _taught(objective: LossTransform) -> bool:
+    return any(transforms.Need(read).key in TAUGHT for info in objective.info for read in info.reads)
 
 
 def _needs(objective: LossTransform) -> str:
-    return ", ".join(sorted(transforms.needs(objective))) or "nothing beyond the rollout"
+    """What an objective needs beyond the samples and their rewards, in words."""
+    keys = _keys(objective) - {"batch.topk_ids"} if _taught(objective) else _keys(objective)
+    words = sorted({_WORDS.get(key, key) for key in keys})
+    if takes_labels(objective):
+        words.insert(
+            0,
+            "given answers (`jaxrl sft`): rows {prompt, completion, label}, or {prompt, chosen, rejected}",
+        )
+    elif takes_pairs(objective):
+        words.insert(0, "given pairs of answers (`jaxrl sft`): rows {prompt, chosen, rejected}")
+    return "; ".join(words) or "nothing beyond the rollout"
+
+
+def _required_lines(factory: Callable[..., Any]) -> list[str]:
+    lines = []
+    for name, value in example_arguments(factory).items():
+        means = argument_help(factory, name)
+        lines.append(
+            f"    must be set: {name}{f' ({means})' if means else ''}, for example objective.{name}={value}"
+        )
+    return lines
 
 
 def list_objectives() -> str:
@@ -56,8 +117,8 @@ def list_objectives() -> str:
     for name, factory in sorted(recipes.RECIPES.items()):
         lines.append(f"{name}({_arguments(factory)})")
         lines.append(f"    {_first_line(factory)}")
-        if not _required(factory):
-            lines.append(f"    needs: {_needs(factory())}")
+        lines += _required_lines(factory)
+        lines.append(f"    needs: {_needs(factory(**example_arguments(factory)))}")
     lines += ["", "STAGES                      objective: [NAME, {NAME: {ARGUMENT: VALUE}}, …]", ""]
     for name in sorted(transforms.STAGES):
         factory = transforms.STAGES[name]
@@ -133,14 +194,37 @@ def token_weights(
 
 
 def _weight_table(objective: LossTransform) -> list[str]:
-    if takes_pairs(objective):
-        return [
-            "No table of token weights: it compares given answers, whose weight depends on both of a pair."
-        ]
+    keys = _keys(objective)
+    for applies, why in (
+        (takes_pairs(objective), "it compares given answers, whose weight depends on both of a pair."),
+        (
+            _taught(objective),
+            "a teacher decides, by how much likelier it finds a token than the policy does; not the reward alone.",
+        ),
+        (
+            "batch.value" in keys,
+            "a critic decides: a token weighs by how much the reward exceeds the values that the critic has learned.",
+        ),
+        (
+            _LISTS in {_WORDS.get(key) for key in keys},
+            "the likeliest tokens in its place decide with, and those of an example would be made up.",
+        ),
+    ):
+        if applies:
+            return [f"No table of token weights: {why}"]
     try:
         weights = token_weights(objective)
     except (TypeError, ValueError) as error:
         return [f"No table of token weights: {str(error).splitlines()[0]}"]
+    assumed = [
+        text
+        for key, text in (
+            ("batch.logprob_reference", "the policy is still the reference"),
+            ("batch.baseline_reward", "the greedy answer has reward 0"),
+            ("batch.rewards", "the task has one reward"),
+        )
+        if key in keys
+    ]
     head = ["right answers of 8"] + [f"{length} tokens" for length in WEIGHT_LENGTHS]
     rows = [
         [f"{rate}"] + ["{:+.2f} / {:+.2f}".format(*weights[rate, length]) for length in WEIGHT_LENGTHS]
@@ -150,6 +234,7 @@ def _weight_table(objective: LossTransform) -> list[str]:
     return [
         "Weight of a token of a right / of a wrong answer, on-policy, by the length of the answers and by how many of",
         "the group are right (1 = the mean over all tokens of such a batch; reward 1 or 0):",
+        *([f"Assumed: {', '.join(assumed)}."] if assumed else []),
         "",
         *("  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in [head, *rows]),
     ]
@@ -159,27 +244,66 @@ def derivation(name: str, arguments: Mapping[str, Any] | None = None) -> str:
     """How an objective comes about: the chain, each stage's equation with its numbers, and the token weights.
 
     Args:
-      name: a recipe, or "package.module:objective".
-      arguments: of the recipe.
+      name: a recipe, a stage, or "package.module:objective".
+      arguments: of the recipe or stage.
 
     Raises:
-      InputError: an unknown recipe or argument.
+      InputError: an unknown recipe, stage or argument.
     """
+    if name in transforms.STAGES and name not in recipes.RECIPES:
+        return _stage(name, arguments or {})
+    if name not in recipes.RECIPES and ":" not in name:
+        near = did_you_mean(name, [*recipes.RECIPES, *transforms.STAGES])
+        raise InputError(
+            f"no recipe or stage {name!r}.{near} Recipes: {', '.join(sorted(recipes.RECIPES))}. "
+            "`jaxrl objectives` lists the stages, too."
+        )
     objective = build_objective({"recipe": name, **(arguments or {})})
     lines = []
     if name in recipes.RECIPES:
-        lines += [f"{name}: {_first_line(recipes.RECIPES[name])}", ""]
+        factory = recipes.RECIPES[name]
+        lines += [f"{name}({_arguments(factory)})", "", inspect.getdoc(factory) or "", ""]
+        lines += [
+            f"An argument is set as --set objective.ARGUMENT=VALUE, the recipe as --set objective={name}.",
+            "",
+        ]
     lines += [transforms.describe(objective), ""]
     lines += ["loss = Σ norm · weight · policy / Σ count  +  Σ norm · penalty / Σ count for each penalty", ""]
     for index, info in enumerate(objective.info):
-        factory = transforms.STAGES.get(info.stage)
-        equation = _first_line(factory) if factory is not None else ""
+        stage = transforms.STAGES.get(info.stage)
+        equation = _first_line(stage) if stage is not None else ""
         lines.append(f"{index}  {info}")
         if equation:
             lines.append(f"   {equation}")
             lines.append(f"   {_numbers(equation, info.arguments)}".rstrip())
     lines += ["", f"Needs: {_needs(objective)}.", "", *_weight_table(objective)]
     return "\n".join(line for line in lines if line is not None)
+
+
+def _stage(name: str, arguments: Mapping[str, Any]) -> str:
+    """A stage by itself: signature, docstring, and the fields that it reads and writes with these arguments."""
+    factory = transforms.STAGES[name]
+    check_arguments(f"stage {name}", factory, arguments)
+    given = {**example_arguments(factory), **arguments}
+    try:
+        (info,) = factory(**given).info
+    except (TypeError, ValueError) as error:
+        raise InputError(f"stage {name}: {error}") from None
+    spelled = ", ".join(f"{key}: {given[key]}" for key in (required_arguments(factory) or given))
+    return "\n".join(
+        [
+            f"{name}({_arguments(factory)})",
+            "",
+            inspect.getdoc(factory) or "",
+            "",
+            f"Reads: {', '.join(info.reads) or 'nothing'}.",
+            f"Writes: {', '.join(info.writes) or 'nothing but metrics'}.",
+            f"Clock: {info.clock}.",
+            "",
+            f"A stage of a list: objective: [{f'{{{name}: {{{spelled}}}}}' if spelled else name}, …]. In a recipe that has "
+            f"it, its arguments are set as --set objective.stages.{name}.ARGUMENT=VALUE.",
+        ]
+    )
 
 
 def _numbers(equation: str, arguments: Mapping[str, Any]) -> str:

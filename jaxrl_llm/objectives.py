@@ -35,6 +35,7 @@ __all__ = [
     "TAUGHT",
     "argument_help",
     "build_objective",
+    "check_arguments",
     "check_teacher",
     "check_trainable",
     "example_arguments",
@@ -182,13 +183,22 @@ def example_arguments(factory: Callable[..., Any]) -> dict[str, Any]:
     return {name: _EXAMPLES.get(name, 0.1) for name in required_arguments(factory)}
 
 
-def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+def check_arguments(where: str, call: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuses arguments that a function does not have.
+
+    Raises:
+      InputError: begins with `where`, and lists those that it has.
+    """
     known = list(inspect.signature(call).parameters)
-    for key in kwargs:
+    for key in names:
         if key not in known:
             raise InputError(
                 f"{where} has no argument {key!r}.{did_you_mean(str(key), known)} It takes: {', '.join(known) or 'none'}."
             )
+
+
+def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    check_arguments(where, call, kwargs)
     missing = [name for name in required_arguments(call) if name not in kwargs]
     if missing:
         name = missing[0]

@@ -1,10 +1,13 @@
 """What `jaxrl objectives` says about recipes and stages."""
 
+import inspect
+
 import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm import cli, explain, recipes, transforms
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.transforms.dataflow import ON_DEMAND
 
 
 def test_the_list_has_every_recipe_and_stage():
@@ -54,7 +57,9 @@ NO_TABLE = {
     "hinge",
     "ipo",
     "kto",
+    "opd",
     "orpo",
+    "ppo",
     "reward_model",
     "robust_dpo",
     "simko",
@@ -65,9 +70,67 @@ NO_TABLE = {
 @pytest.mark.parametrize("name", sorted(recipes.RECIPES))
 def test_every_recipe_has_a_derivation(name):
     text = explain.derivation(name, {"dr_grpo": {"limit": 64}}.get(name))
-    assert text.startswith(f"{name}: ")
+    assert text.startswith(f"{name}(")
+    # For users: no field of a batch that is None, no function to call.
+    assert "is None" not in text[text.index("Needs: ") :] and "batch." not in text[text.index("Needs: ") :]
     assert ("Weight of a token" in text) == (name not in NO_TABLE)
     assert ("No table of token weights" in text) == (name in NO_TABLE)
+
+
+def test_why_there_is_no_table():
+    assert "a teacher decides" in explain.derivation("opd") and "a teacher decides" in explain.derivation(
+        "gkd"
+    )
+    assert "a critic decides" in explain.derivation("ppo")
+    assert "Assumed: the greedy answer has reward 0." in explain.derivation("remax")
+    assert "Assumed" not in explain.derivation("grpo")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gkd", "a teacher: set teacher.source or teacher.snapshot."),
+        ("opd", "a teacher: set teacher.source or teacher.snapshot."),
+        ("ppo", "a critic, trained beside the policy: see critic.* (critic.learning_rate, default 1e-5"),
+        ("prorl", "a frozen copy of the start"),
+        ("remax", "one greedy answer more per prompt."),
+        ("gdpo", "several named rewards of the task."),
+        ("dpo", "given pairs of answers (`jaxrl sft`): rows {prompt, chosen, rejected}"),
+        ("kto", "rows {prompt, completion, label}, or {prompt, chosen, rejected}"),
+        ("grpo", "Needs: nothing beyond the rollout."),
+    ],
+)
+def test_needs_are_told_in_words(name, words):
+    text = explain.derivation(name)
+    assert words in text[text.index("Needs: ") :]
+    listed = explain.list_objectives().splitlines()
+    at = next(i for i, line in enumerate(listed) if line.startswith(f"{name}("))
+    assert words.removeprefix("Needs: ").rstrip(".") in listed[at + 2]
+
+
+def test_every_field_that_can_be_needed_has_words():
+    assert ON_DEMAND <= set(explain._WORDS)
+
+
+def test_arguments_are_explained():
+    assert inspect.getdoc(recipes.RECIPES["gspo"]) in explain.derivation("gspo")
+    with pytest.raises(InputError, match=r"needs limit \(the most tokens.*--set objective\.limit=256"):
+        explain.derivation("dr_grpo")
+    assert "must be set: limit (the most tokens" in explain.list_objectives()
+
+
+@pytest.mark.parametrize("name", sorted(transforms.STAGES))
+def test_every_stage_is_shown(name):
+    text = explain.derivation(name) if name not in recipes.RECIPES else explain._stage(name, {})
+    assert text.startswith(f"{name}(") and inspect.getdoc(transforms.STAGES[name]) in text
+    assert "Reads: " in text and "Writes: " in text and f"objective.stages.{name}." in text
+
+
+def test_a_stage_with_arguments():
+    assert "batch.logprob_proximal" in explain.derivation("token_ratio", {"anchor": "proximal"})
+    for arguments, message in (({"scle": "none"}, "Did you mean scale"), ({"scale": "non"}, "'non'")):
+        with pytest.raises(InputError, match=message):
+            explain.derivation("group_advantage", arguments)
 
 
 def jaxrl(capsys, *arguments):
@@ -82,6 +145,8 @@ def test_the_command(capsys):
     assert code == 0 and out == explain.list_objectives() + "\n"
     code, out, _ = jaxrl(capsys, "objectives", "show", "dapo", "--set", "clip_high=0.35")
     assert code == 0 and out == explain.derivation("dapo", {"clip_high": 0.35}) + "\n"
+    assert jaxrl(capsys, "objectives", "show", "dapo", "--set", "objective.clip_high=0.35")[1] == out
+    assert jaxrl(capsys, "objectives", "show", "group_advantage")[0] == 0
     for wrong in (("show",), ("list", "dapo"), ("show", "dapo", "--set", "clip=1"), ("show", "dopa")):
         code, out, err = jaxrl(capsys, "objectives", *wrong)
         assert code == 2 and not out and err.startswith("jaxrl: ") and "Traceback" not in err
