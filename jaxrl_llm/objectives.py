@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,8 +37,10 @@ __all__ = [
     "argument_help",
     "build_objective",
     "check_arguments",
+    "check_group_size",
     "check_teacher",
     "check_trainable",
+    "described",
     "example_arguments",
     "is_trust_region",
     "required_arguments",
@@ -120,6 +123,42 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
         jax.eval_shape(dry_run)
     except ValueError as error:
         raise InputError(f"objective: {error} The training loop does not provide it.") from None
+    except Exception as error:  # a stage of the user's own, of which anything can be wrong
+        raise InputError(
+            f"objective: it failed on a small batch, traced as jax.jit does: {described(error)}. A field that is None was not "
+            'asked for: name it in reads=("batch.…", …) of the stage.'
+        ) from None
+
+
+def described(error: BaseException) -> str:
+    """What an error says and where it was raised, in one line."""
+    ours, where = os.path.dirname(__file__), ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        # The last line of the user's own code.
+        if not any(part in frame.filename for part in ("site-packages", "importlib", ours)):
+            where = f" ({frame.filename}, line {frame.lineno})"
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}{f': {first}' if first else ''}{where}"
+
+
+def check_group_size(objective: LossTransform, size: int) -> None:
+    """Refuses groups that are too small for their advantages ever to differ from 0.
+
+    Raises:
+      InputError: one sample a group with an objective that compares within groups, or pass@k with k of at least `size`.
+    """
+    if size < 2 and uses_groups(objective):
+        raise InputError(
+            "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
+            "use at least 2, or an objective without group statistics."
+        )
+    for info in objective.info:
+        given = info.arguments
+        if info.stage == "pass_at_k_advantage" and given["form"] == "analytic" and given["k"] >= size:
+            raise InputError(
+                f"rollout.group_size: {size} samples per prompt hold only one set of k={given['k']}, so that every advantage of "
+                "pass@k is 0. Use more samples, or a smaller k (objective.k)."
+            )
 
 
 def _check_parts(objective: LossTransform, parts: frozenset[str]) -> None:
@@ -189,7 +228,10 @@ def check_arguments(where: str, call: Callable[..., Any], names: Iterable[str]) 
     Raises:
       InputError: begins with `where`, and lists those that it has.
     """
-    known = list(inspect.signature(call).parameters)
+    try:
+        known = list(inspect.signature(call).parameters)
+    except ValueError:
+        raise InputError(f"{where} is no function of Python, whose arguments could be read.") from None
     for key in names:
         if key not in known:
             raise InputError(
@@ -216,6 +258,8 @@ def _checked(where: str, call: Callable[..., Any], kwargs: Mapping[str, Any]) ->
         return call(**kwargs)
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from None
+    except Exception as error:  # of a function of the user's own
+        raise InputError(f"{where} failed: {described(error)}.") from None
 
 
 def _recipe(spec: dict[str, Any]) -> LossTransform:
@@ -273,8 +317,13 @@ def _by_import(path: str, kwargs: Mapping[str, Any]) -> LossTransform:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"objective: cannot import {path!r}: {error}.") from None
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise InputError(f"objective: cannot import {path!r}: {described(error)}.") from None
+    if isinstance(found, LossTransform) and kwargs:
+        raise InputError(
+            f"objective: {path} is a chain already, which takes no arguments (got {', '.join(map(str, kwargs))}). Set those of "
+            "its stages (--set objective.stages.STAGE.ARGUMENT=…), or name a function that returns the chain."
+        )
     if not isinstance(found, LossTransform):
         found = _checked(f"objective: {path}", found, kwargs) if callable(found) else found
     if not isinstance(found, LossTransform):

@@ -74,16 +74,16 @@ from jaxrl_llm.models.formats.progress import reporting
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import (
     build_objective,
+    check_group_size,
     check_teacher,
     check_trainable,
     is_trust_region,
-    uses_groups,
 )
 from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect, refilled
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
-from jaxrl_llm.run_folder import abandon_folder, prepare_folder, resumed_config, write_config
+from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resumed_config, write_config
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
@@ -426,11 +426,7 @@ class Run(BaseRun):
         task = build_task(config)
         self.parts = reward_parts(task) if "rewards" in needed_fields(objective) else ()
         check_trainable(objective, self.parts)
-        if config.rollout.group_size < 2 and uses_groups(objective):
-            raise InputError(
-                "rollout.group_size: with 1 sample per prompt the advantage relative to the group is always 0; "
-                "use at least 2, or an objective without group statistics."
-            )
+        check_group_size(objective, config.rollout.group_size)
         rows = config.rollout.prompts * config.rollout.group_size
         if rows % config.learner.minibatches:
             raise InputError(
@@ -574,12 +570,12 @@ def session(
     invocation: str = "",
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it."""
-    mine = not os.path.exists(folder / "config.yaml")
+    mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
     try:
         return _session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
     except BaseException as error:
         if mine:
-            abandon_folder(folder)
+            abandon_folder(folder, before)
         begun = os.path.isfile(folder / "config.yaml")
         if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
             error.add_note(

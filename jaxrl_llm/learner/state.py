@@ -77,7 +77,9 @@ def init_state(
         )
 
     if mesh is None:
-        return build(params, critic, key)
+        # Committed to its device, as what a snapshot or an update gives is: every program then meets one kind of
+        # arguments, and is compiled once.
+        return jax.device_put(build(params, critic, key), jax.local_devices()[0])
     if config is None:
         raise ValueError(
             "init_state: a mesh needs config=, which says along which axes each parameter may be split."

@@ -56,13 +56,16 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "lam": dict(low=0.0, high=1.0, optional=True),
     "eps": dict(low=0.0),
 }
+# The same word with another meaning.
+_OF_ONE_RECIPE: dict[tuple[str, str], dict[str, Any]] = {("simpo", "gamma"): {}}  # a margin in nats
 _CHOICES: dict[str, Sequence[Any]] = {"kl_estimator": (*ESTIMATORS, *WEIGHTED)}
 
 
 def _check(name: str, arguments: dict[str, Any], defaults: dict[str, Any], needs: dict[str, Needs]) -> None:
     for argument, value in arguments.items():
-        if argument in _NUMBERS:
-            number(name, argument, value, **_NUMBERS[argument])
+        limits = _OF_ONE_RECIPE.get((name, argument), _NUMBERS.get(argument))
+        if limits is not None:
+            number(name, argument, value, **limits)
         elif argument in _CHOICES:
             choice(name, argument, value, _CHOICES[argument])
         elif isinstance(defaults.get(argument), bool) and not isinstance(value, bool):

@@ -206,6 +206,15 @@ def _bucket(tokens: int) -> int:
     return -(-tokens // 1024) * 1024
 
 
+def _home(weights: decode.SamplingWeights, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
+    """Where the pages live: on every device of the mesh, else on the one device of the weights."""
+    if mesh is not None:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
+    # Committed there from the start, as the pages that a program returns are: it is compiled once.
+    return shardings.pop() if len(shardings) == 1 else None
+
+
 class _Run:
     """One call of `generate`."""
 
@@ -279,11 +288,9 @@ class _Run:
         for row in self._rows:
             self._scheduler.submit(row)
         self._state = decode.init_state(config, sampler._slots, pages, S, self._width)
-        if sampler._mesh is not None:
-            everywhere = jax.sharding.NamedSharding(sampler._mesh, jax.sharding.PartitionSpec())
-            self._state = dataclasses.replace(
-                self._state, cache=jax.device_put(self._state.cache, everywhere)
-            )
+        home = _home(weights, sampler._mesh)
+        if home is not None:
+            self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
 
     def _enough_pages(self) -> int:
         """Pages with which nothing is ever preempted, rounded up to share compiled programs."""

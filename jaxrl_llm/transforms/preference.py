@@ -84,14 +84,14 @@ def check_rows(stage_name: str, batch: TokenBatch) -> None:
             f"{stage_name} reads pairs on rows 2i and 2i + 1, but the batch has {batch.shape[0]} rows. Give every "
             "chosen answer its rejected one in the next row, and use an even micro_batch_rows."
         )
-    if isinstance(batch.sequence, jax.core.Tracer) or isinstance(batch.mask, jax.core.Tracer):
-        return
     low = jnp.min(jnp.where(batch.mask, batch.sequence, jnp.iinfo(jnp.int32).max), axis=1)
     high = jnp.max(jnp.where(batch.mask, batch.sequence, jnp.iinfo(jnp.int32).min), axis=1)
-    packed = int(jnp.sum(low < high))
+    packed = jnp.sum(low < high)
+    if isinstance(packed, jax.core.Tracer):  # also where the batch is not one: within a trace every sum is
+        return
     if packed:
         raise ValueError(
-            f"{stage_name} reads pairs on rows 2i and 2i + 1, but {packed} rows hold several sequences. Lay out one "
+            f"{stage_name} reads pairs on rows 2i and 2i + 1, but {int(packed)} rows hold several sequences. Lay out one "
             "sequence a row (learner.row_tokens: null)."
         )
 
