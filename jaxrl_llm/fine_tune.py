@@ -157,6 +157,9 @@ class RowSource:
       seed: of the order.
       longest: tokens of a sequence; rows with a longer one are skipped and counted in `skipped`.
       name: of the file, for error texts.
+
+    Raises:
+      InputError: no row fits.
     """
 
     def __init__(
@@ -172,6 +175,11 @@ class RowSource:
         self._order = grain.MapDataset.range(len(rows)).seed(int(seed) % 2**32).shuffle().repeat()
         self._cursor = 0
         self.skipped = 0
+        if not any(self._fits(render(row, "", 0)) for row in rows):
+            raise InputError(
+                f"data file {name}: none of its rows fits into {longest} tokens. Raise model.max_context, or shorten the "
+                "rows."
+            )
         text = json.dumps([dataclasses.asdict(row) for row in rows], sort_keys=True)
         self._identity = {
             "rows": len(rows),
@@ -180,25 +188,20 @@ class RowSource:
         }
 
     def next_batch(self, n: int) -> list[Rendered]:
-        """The next n rows that fit. Raises InputError when none of the file does."""
+        """The next n rows that fit."""
         batch: list[Rendered] = []
-        too_long = 0
         while len(batch) < n:
             index = int(np.asarray(self._order[self._cursor]))
             rendered = self._render(self._rows[index], f"{self._name}/{index}", len(batch))
             self._cursor += 1
-            if max(len(t.tokens) for t in rendered) <= self._longest:
+            if self._fits(rendered):
                 batch.append(rendered)
-                too_long = 0
-                continue
-            self.skipped += 1
-            too_long += 1
-            if too_long >= 2 * len(self._rows):  # a pass that begins in the middle of an order may miss one
-                raise InputError(
-                    f"data file {self._name}: none of its rows fits into {self._longest} tokens. Raise "
-                    "model.max_context, or shorten the rows."
-                )
+            else:
+                self.skipped += 1
         return batch
+
+    def _fits(self, rendered: Rendered) -> bool:
+        return max(len(t.tokens) for t in rendered) <= self._longest
 
     def state(self) -> dict[str, Any]:
         """Where the source is, as JSON values."""

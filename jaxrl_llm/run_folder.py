@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -14,9 +14,20 @@ from jaxrl_llm.config import Config, apply_overrides, as_data, flatten, load_con
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError
 
-__all__ = ["abandon_folder", "check_path", "prepare_folder", "resumed_config", "write_config"]
+__all__ = [
+    "Before",
+    "abandon_folder",
+    "check_path",
+    "look_at",
+    "prepare_folder",
+    "resumed_config",
+    "write_config",
+]
 
 _NOTE = "# Secrets were replaced by ***: go on with this run by giving its original config file.\n"
+# What a run makes in its folder.
+_FILES = ("config.yaml", "config.yaml.tmp", "run.json", "metrics.jsonl", "samples.jsonl", "report.html")
+_FOLDERS = ("snapshots", "tensorboard")
 
 
 def check_path(path: str | pathlib.Path, what: str) -> None:
@@ -84,15 +95,48 @@ def _unwritable(folder: pathlib.Path, error: OSError) -> InputError:
     return InputError(f"run folder {folder} cannot be written: {error}. Choose another with --run.")
 
 
-def abandon_folder(folder: pathlib.Path) -> None:
-    """Takes config.yaml out of the folder of a new run that did not start, so that the folder can be used again.
+class Before(NamedTuple):
+    """What was at the place of a run folder before the run."""
 
-    Nothing is done when the run has written figures.
+    paths: frozenset[pathlib.Path]  # of what a run makes and of the folders that it is in
+    figures: bool  # metrics.jsonl had rows already
+
+
+def look_at(folder: pathlib.Path) -> Before:
+    """What is there before a new run touches its folder, for `abandon_folder`."""
+    made = [folder / name for name in (*_FILES, *_FOLDERS)]
+    there = frozenset(path for path in (*made, folder, *folder.parents) if os.path.lexists(path))
+    return Before(there, _has_rows(folder))
+
+
+def abandon_folder(folder: pathlib.Path, before: Before) -> None:
+    """Takes away what a new run that did not start has made, so that the folder can be used again.
+
+    Nothing is done when the run has written figures; whatever was there before, or is not a run's, stays.
     """
-    metrics = folder / "metrics.jsonl"
-    with contextlib.suppress(OSError, ValueError):  # the error that stopped the run is reported, not this one
-        if not metrics.is_file() or not metrics.stat().st_size:
-            (folder / "config.yaml").unlink(missing_ok=True)
+    if _has_rows(folder) and not before.figures:
+        return
+    mine = [folder / name for name in _FILES]
+    with contextlib.suppress(OSError, ValueError):
+        mine += (folder / "tensorboard").glob("events.out.tfevents.*")
+    if folder / "tensorboard" in before.paths:
+        mine = mine[: len(_FILES)]
+    # The error that stopped the run is reported, not one of these.
+    for path in mine:
+        if path not in before.paths:
+            with contextlib.suppress(OSError, ValueError):
+                path.unlink(missing_ok=True)
+    for path in (*(folder / name for name in _FOLDERS), folder, *folder.parents):
+        if path not in before.paths:
+            with contextlib.suppress(OSError, ValueError):  # not made, or not empty
+                path.rmdir()
+
+
+def _has_rows(folder: pathlib.Path) -> bool:
+    try:
+        return os.path.getsize(folder / "metrics.jsonl") > 0
+    except (OSError, ValueError):
+        return False
 
 
 def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]) -> tuple[Config, list[str]]:

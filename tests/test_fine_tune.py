@@ -246,7 +246,7 @@ def test_bad_settings_are_refused(objective, more, parts, load, tmp_path):
     with pytest.raises(InputError) as error:
         sft(load(objective, *more), tmp_path / "run")
     assert all(part in str(error.value) for part in parts), error.value
-    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_is_no_model_to_be_taught_by(load, tmp_path):
@@ -308,10 +308,9 @@ def test_rows_that_do_not_fit_are_skipped_and_counted(load, tmp_path):
     assert row["data/skipped"] >= 1
     run.snapshots.close()
     nothing = write(tmp_path / "long.jsonl", long)
-    run = SupervisedRun(load("sft", f"data.path={nothing}"), tmp_path / "other", resume=False)
     with pytest.raises(InputError, match="none of its rows fits into 32 tokens"):
-        run.gather(None)
-    run.snapshots.close()
+        sft(load("sft", f"data.path={nothing}"), tmp_path / "a" / "other")
+    assert not (tmp_path / "a").exists()
 
 
 def test_row_source_visits_every_row_once_a_pass_and_goes_on_anywhere(files):

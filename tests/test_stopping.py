@@ -45,7 +45,7 @@ def test_while_the_model_loads_nothing_is_left_and_the_folder_can_be_used(
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(loop, "configured_model", lambda config: ask(number))
     assert train() == (code, f"jaxrl: {word}.\n")
-    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
