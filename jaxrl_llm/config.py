@@ -8,6 +8,7 @@ nowhere else; no function below `train.py` takes a `Config`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import pathlib
 import re
@@ -410,6 +411,24 @@ def _suggest(path: str) -> str:
     return f"{hint} Settings {'of ' + parent if parent else 'at the top'}: {allowed}."
 
 
+def _argument_of_recipe(key: str, data: typing.Mapping[str, Any]) -> str:
+    """What to say of a key at the top that is an argument of a recipe; "" when it is none."""
+    from jaxrl_llm.recipes import RECIPES  # heavy; only on the way out
+
+    takes = sorted(name for name, make in RECIPES.items() if key in inspect.signature(make).parameters)
+    if not takes:
+        return ""
+    objective = data.get("objective", Config().objective)
+    recipe = objective.get("recipe") if isinstance(objective, dict) else objective
+    if recipe in takes:
+        return f" An argument of the recipe is set as objective.{key}=…."
+    shown = ", ".join(takes[:4]) + (", …" if len(takes) > 4 else "")
+    return (
+        f" It is an argument of the recipe{'s' * (len(takes) > 1)} {shown}: an argument of the recipe is set as "
+        f"objective.{key}=…, beside objective={takes[0]}{' or another' * (len(takes) > 1)}."
+    )
+
+
 def _path_of(error: Any) -> str:
     # A union puts the name of the branch into the path; only real keys are shown.
     branch = re.compile(r"^(str|dict\[|list\[|function|tuple\[|none)")
@@ -419,7 +438,7 @@ def _path_of(error: Any) -> str:
 _KINDS = {"string_type": "a text", "dict_type": "a mapping", "list_type": "a list"}
 
 
-def _explain_all(errors: typing.Sequence[Any]) -> list[str]:
+def _explain_all(errors: typing.Sequence[Any], data: typing.Mapping[str, Any]) -> list[str]:
     """One line for each setting that is wrong; a setting of several kinds (a union) is wrong once."""
     groups: dict[str, list[Any]] = {}
     for error in errors:
@@ -431,7 +450,7 @@ def _explain_all(errors: typing.Sequence[Any]) -> list[str]:
             allowed = " or ".join(str(kind) for kind in kinds)
             lines[f"{path}: expected {allowed} (got {_shown(group[0]['input'])})"] = None
         else:
-            lines |= dict.fromkeys(_explain(path, error) for error in group)
+            lines |= dict.fromkeys(_explain(path, error, data) for error in group)
     return list(lines)
 
 
@@ -439,9 +458,13 @@ def _shown(given: Any) -> str:
     return (json.dumps(given) if not isinstance(given, str) else f"'{given}'")[:80]
 
 
-def _explain(path: str, error: Any) -> str:
+def _explain(path: str, error: Any, data: typing.Mapping[str, Any]) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        return f"{path}: there is no such setting.{_suggest(path)}"
+        argument = _argument_of_recipe(path, data) if path.isidentifier() else ""
+        also = any(
+            known.rsplit(".", 1)[-1] == path for known in _paths(Config)
+        )  # eps: of grpo and of the optimizer
+        return f"{path}: there is no such setting.{argument}{_suggest(path) if also or not argument else ''}"
     given = error["input"]
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] in ("dataclass_type", "dataclass_exact_type"):
@@ -467,7 +490,7 @@ def parse_config(data: dict[str, Any], where: str = "config") -> Config:
     try:
         config = pydantic.TypeAdapter(Config).validate_json(text)
     except pydantic.ValidationError as error:
-        problems = _explain_all(error.errors(include_url=False))
+        problems = _explain_all(error.errors(include_url=False), data)
         raise InputError(f"{where}:\n  " + "\n  ".join(problems)) from None
     problems = _relations(config)
     if problems:

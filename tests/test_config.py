@@ -120,6 +120,16 @@ def test_u01_bad_values_name_file_key_and_value(load, text, parts):
         ("rollout: {group-size: 3}", (), "rollout.group-size", "rollout.group_size"),
         ("steps: 3", ("optim.lrr=1",), "optim", "optimizer"),
         ("steps: 3", ("optimizer.lr=1",), "optimizer.lr", "learning_rate"),
+        ("objective: dapo", ("clip_high=0.3",), "clip_high", "is set as objective.clip_high=…"),
+        ("eps: 1e-4", (), "eps", "is set as objective.eps=…. Did you mean optimizer.eps?"),
+        ("clip_high: 0.3", (), "clip_high", "is set as objective.clip_high=…"),
+        (
+            "steps: 3",
+            ("weights={a: 1}",),
+            "weights",
+            "the recipe gdpo: an argument of the recipe is set as objective.weights=…",
+        ),
+        ("objective: [sft]", ("beta=1",), "beta", "objective.beta=…, beside objective=cdpo or another"),
     ],
 )
 def test_u02_unknown_keys_are_refused_with_the_nearest_name(load, text, overrides, path, hint):
