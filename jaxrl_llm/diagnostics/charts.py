@@ -16,6 +16,9 @@ __all__ = [
     "Chart",
     "evaluation_charts",
     "evaluation_tasks",
+    "form_charts",
+    "held_out_files",
+    "learning_charts",
     "other_charts",
     "series",
     "training_charts",
@@ -26,6 +29,7 @@ Rows = Sequence[Mapping[str, Any]]
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#2563eb", "#ea580c", "#059669", "#7c3aed", "#94a3b8"
 PHASES = (
     ("rollout", _BLUE),
+    ("data", _BLUE),  # of fine-tuning, which samples nothing
     ("score", "#f59e0b"),
     ("update", _PURPLE),
     ("eval", _GREEN),
@@ -53,7 +57,7 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float | None]]:
             value = row[key]
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             x.append(row["version"])
-            y.append(float(f"{value:.7g}") if number else None)
+            y.append(float(f"{value:.7g}") + 0.0 if number else None)  # + 0.0: no -0
     return (x, y) if any(value is not None for value in y) else ([], [])
 
 
@@ -130,21 +134,161 @@ def evaluation_charts(rows: Rows) -> list[Chart]:
                 "Items that training never sees. Shaded: 95% confidence interval. Dashed: what a policy would get that "
                 "always gives the most frequent answer.",
                 traces,
-                {"yaxis": {"tickformat": ".0%", "rangemode": "tozero"}, "legend": {"y": 1.12}},
+                {"yaxis": _axis_of_share(traces), "legend": {"y": 1.12}},
                 wide=True,
             )
         )
     return charts
 
 
+_FORM = (  # figure of an evaluation, its curve
+    ("greedy_accuracy", "right", _BLUE),
+    ("greedy_lenient_accuracy", "right answer anywhere in the text", _GREEN),
+    ("greedy_format_rate", "in the right form", _ORANGE),
+    ("greedy_accuracy_given_format", "right, of those in the right form", _PURPLE),
+)
+
+
+def form_charts(rows: Rows) -> list[Chart]:
+    """How much of the accuracy is form and how much is skill, one chart a task."""
+    names = "|".join(name for name, _, _ in _FORM[1:]) + "|format_rate"
+    found = (re.fullmatch(rf"eval/(.+)/(?:{names})", key) for row in rows for key in row)
+    tasks = sorted({match[1] for match in found if match and series(rows, match[0])[0]})
+    charts = []
+    for task in tasks:
+        traces = []
+        for name, label, color in _FORM:
+            keys = [f"eval/{task}/{name}"]
+            if name == "greedy_format_rate":
+                keys.append(f"eval/{task}/format_rate")
+            traces += _line(rows, _first_key(rows, *keys) or "", label, color, mode="lines+markers")
+        text = (
+            "Greedy completions of held-out items. What rises in form but not in skill is the policy learning how to "
+            f"write an answer. {_form_and_skill(rows, task)}"
+        )
+        layout = {"yaxis": _axis_of_share(traces), "legend": {"y": 1.12}}
+        charts.append(Chart(f"Form and skill: {task}", text.strip(), traces, layout, wide=True))
+    return charts
+
+
+def _form_and_skill(rows: Rows, task: str) -> str:
+    """The gain of greedy accuracy in a sentence, split in two; "" where there are not two evaluations."""
+    keys = [f"eval/{task}/{name}" for name, _, _ in _FORM[:2]]
+    both = [row for row in rows if all(series([row], key)[0] for key in keys)]
+    if len(both) < 2:
+        return ""
+    (right, anywhere), (right_last, anywhere_last) = (
+        [row[key] for key in keys] for row in (both[0], both[-1])
+    )
+    gain, skill = round(100 * (right_last - right)), round(100 * (anywhere_last - anywhere))
+    return (
+        f"From step {both[0]['version']} to step {both[-1]['version']} accuracy went from {right:.0%} to "
+        f"{right_last:.0%} ({gain:+d} points): {skill:+d} from skill (the right answer anywhere in the text: "
+        f"{anywhere:.0%} to {anywhere_last:.0%}), {gain - skill:+d} from form."
+    )
+
+
+_TEACHER = "distance from the teacher"
+_MEASURED = (
+    "loss",
+    "nll",
+    "divergence_teacher",
+    "pair_accuracy",
+    "pair_margin",
+    "reward_chosen",
+    "reward_rejected",
+)
+_MEASURED_PATTERN = "|".join(_MEASURED)
+
+
+def held_out_files(rows: Rows) -> list[str]:
+    """Names of the data files on whose held-out rows an objective was measured, sorted."""
+    found = (re.fullmatch(rf"eval/(.+)/(?:{_MEASURED_PATTERN})", key) for row in rows for key in row)
+    return sorted({match[1] for match in found if match and series(rows, match[0])[0]})
+
+
+def learning_charts(rows: Rows) -> list[Chart]:
+    """What the objective says of itself in training and on held-out rows; charts without data have no traces.
+
+    The loss of a run with rewards is left to `training_charts`: its height says little there.
+    """
+    from_zero = {"yaxis": {"rangemode": "tozero"}}
+    loss = [] if _has_rewards(rows) else _measured(rows, "loss")
+    nll, teacher = _measured(rows, "nll"), _measured(rows, "divergence_teacher")
+    title = "Loss"
+    for curves, what in ((nll, "negative log-prob"), (teacher, _TEACHER)):
+        if loss and [trace["y"] for trace in curves] == [trace["y"] for trace in loss]:
+            title = f"Loss: {what}"  # the objective is that figure: one chart says it
+            curves.clear()
+    pairs = _measured(rows, "pair_accuracy")
+    return [
+        Chart(
+            title,
+            "Value of the objective. When the held-out curve turns up while the other falls, the policy learns the "
+            "file by heart.",
+            loss,
+            {"yaxis": {"exponentformat": "e"}},
+        ),
+        Chart(
+            "Pairs in the right order",
+            "Pairs whose chosen answer has the higher implicit reward, or score. Half is chance.",
+            pairs,
+            {"yaxis": _axis_of_share(pairs)},
+        ),
+        Chart("Negative log-prob", "Nats per token of the answers that are imitated.", nll, from_zero),
+        Chart(
+            _TEACHER.capitalize(),
+            "Mean divergence between teacher and policy at a trained token, in nats.",
+            teacher,
+            from_zero,
+        ),
+        Chart(
+            "Distance from the target policy",
+            "KL per token from the policy that the advantage pulls to, in nats: the teacher, or the reference of a penalty.",
+            _line(rows, "policy/kl_in_advantage", "from the target", _PURPLE),
+            {"yaxis": {"exponentformat": "e"}},
+        ),
+        Chart(
+            "Margin of the pairs",
+            "Implicit reward, or score, of the chosen answer minus that of the rejected one.",
+            _measured(rows, "pair_margin"),
+            from_zero,
+        ),
+        Chart(
+            "Implicit reward",
+            "Of the chosen (or good) answers and of the rejected (or bad) ones. When both fall, only their distance is "
+            "learned.",
+            _measured(rows, "reward_chosen", "chosen, ")
+            + _measured(rows, "reward_rejected", "rejected, ", 2),
+        ),
+    ]
+
+
+def _measured(rows: Rows, name: str, prefix: str = "", first: int = 0) -> list[dict[str, Any]]:
+    """The curve of training and one for each file of held-out rows."""
+    colors = (_BLUE, _GREEN, _ORANGE, _PURPLE, _GREY)
+    files = held_out_files(rows)
+    curves = _line(rows, f"policy/{name}", f"{prefix}training", colors[first])
+    for index, file in enumerate(files, start=first + 1):
+        label = f"{prefix}held out" + (f": {file}" if len(files) > 1 else "")
+        curves += _line(rows, f"eval/{file}/{name}", label, colors[index % len(colors)], mode="lines+markers")
+    return curves
+
+
+def _has_rewards(rows: Rows) -> bool:
+    return bool(series(rows, "reward/mean")[0] or series(rows, "rollout/tokens")[0])
+
+
 def training_charts(rows: Rows) -> list[Chart]:
     """What training did, in the order in which one looks for a fault; charts without data have no traces."""
-    percent = {"yaxis": {"tickformat": ".1%", "rangemode": "tozero"}}
     from_zero = {"yaxis": {"rangemode": "tozero"}}
     reward = _line(rows, "reward/mean", "reward", _BLUE)
     accuracy = _line(rows, "reward/accuracy", "accuracy", _GREEN)
     if reward and accuracy and reward[0]["y"] == accuracy[0]["y"]:
         accuracy = []  # a right-or-wrong reward: one curve says it
+    truncated = _line(rows, "completion/truncated_fraction", "truncated", _ORANGE)
+    clipped = _line(rows, "policy/clip_fraction", "clipped", _ORANGE)
+    sampled = _has_rewards(rows)
     length_max = _line(rows, "completion/length_max", "longest", _GREY)
     ratio = _band(rows, "policy/ratio_min", "policy/ratio_max", _GREY, "smallest to largest")
     ratio += _band(rows, "policy/ratio_low", "policy/ratio_high", _BLUE, "range of a sequence")
@@ -166,6 +310,12 @@ def training_charts(rows: Rows) -> list[Chart]:
             from_zero,
         ),
         Chart(
+            "Loss",
+            "Value of the objective. With a surrogate it need not fall: reward and accuracy tell whether the policy learns.",
+            _line(rows, "policy/loss", "loss", _GREY) if sampled else [],
+            {"yaxis": {"exponentformat": "e"}},
+        ),
+        Chart(
             "Completion length",
             "Tokens per completion.",
             _line(rows, "completion/length_mean", "mean", _BLUE) + length_max,
@@ -174,8 +324,8 @@ def training_charts(rows: Rows) -> list[Chart]:
         Chart(
             "Truncated completions",
             "Cut by the length limit. When this rises the reward measures the limit, not the policy.",
-            _line(rows, "completion/truncated_fraction", "truncated", _ORANGE),
-            percent,
+            truncated,
+            {"yaxis": _axis_of_share(truncated)},
         ),
         Chart(
             "Entropy",
@@ -199,8 +349,8 @@ def training_charts(rows: Rows) -> list[Chart]:
         Chart(
             "Clipped tokens",
             "Trained tokens whose ratio the surrogate clipped.",
-            _line(rows, "policy/clip_fraction", "clipped", _ORANGE),
-            percent,
+            clipped,
+            {"yaxis": _axis_of_share(clipped)},
         ),
         Chart(
             "Probability ratio",
@@ -228,7 +378,7 @@ def training_charts(rows: Rows) -> list[Chart]:
         ),
         Chart(
             "Speed",
-            "Sampled tokens per second.",
+            "Sampled tokens per second." if sampled else "Trained tokens per second of the update.",
             _line(rows, "time/tokens_per_second", "tokens/s", _BLUE),
             from_zero,
         ),
@@ -244,9 +394,11 @@ def training_charts(rows: Rows) -> list[Chart]:
 
 _SHOWN = re.compile(
     r"version|reward/(mean|accuracy)|completion/(length_mean|length_max|truncated_fraction)|policy/(entropy|kl_behavior"
-    r"|kl_behavior_k3|kl_reference|clip_fraction|ratio|ratio_low|ratio_high|ratio_min|ratio_max|logprob_gap_mean|logprob_gap_max)"
+    r"|kl_behavior_k3|kl_reference|clip_fraction|ratio|ratio_low|ratio_high|ratio_min|ratio_max|logprob_gap_mean|logprob_gap_max"
+    rf"|kl_in_advantage|{_MEASURED_PATTERN})"
     r"|optimizer/(grad_norm|learning_rate)|rollout/no_signal_groups|eval/.+/((greedy|sampled)_accuracy(_low|_high)?"
-    r"|constant_baseline)|time/(rollout|score|update|eval|snapshot|tokens_per_second)"
+    rf"|constant_baseline|format_rate|greedy_format_rate|greedy_lenient_accuracy|greedy_accuracy_given_format|{_MEASURED_PATTERN})"
+    r"|time/(rollout|data|score|update|eval|snapshot|tokens_per_second)"
 )
 
 
@@ -280,3 +432,10 @@ def _axis_of_ratio(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = _drawn_values(traces)
     near = values and max(abs(value - 1) for value in values) < 0.01
     return {"range": [0.99, 1.01]} if near else {}
+
+
+def _axis_of_share(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Percent from 0 up, with as many digits as the span asks for."""
+    top = max([0.0, *_drawn_values(traces)])
+    top = max(0.01, 1.05 * top)
+    return {"tickformat": ".0%" if top > 0.1 else ".1%", "range": [0, float(f"{top:.4g}")]}

@@ -23,6 +23,9 @@ from jaxrl_llm.diagnostics.charts import (
     Chart,
     evaluation_charts,
     evaluation_tasks,
+    form_charts,
+    held_out_files,
+    learning_charts,
     other_charts,
     series,
     training_charts,
@@ -96,12 +99,13 @@ def _environment(run: pathlib.Path) -> dict[str, Any]:
 
 
 def _page(name: str, rows: Rows, samples: Rows, config: str, environment: Mapping[str, Any]) -> str:
-    evaluation, other = evaluation_charts(rows), other_charts(rows)
-    training = [chart for chart in training_charts(rows) if chart.traces]
-    charts = [*evaluation, *training, *other]
+    other = other_charts(rows)
+    told = [*evaluation_charts(rows), *form_charts(rows), *learning_charts(rows), *training_charts(rows)]
+    told = [chart for chart in told if chart.traces]
+    charts = [*told, *other]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     places = [_chart_place(index, chart) for index, chart in enumerate(charts)]
-    first_other = len(evaluation) + len(training)
+    first_other = len(told)
     body = [
         f"<header><p class='brand'>jaxrl_llm · run report</p><h1>{_text(name)}</h1>{_headline(rows, config)}</header>",
         _cards(rows),
@@ -152,6 +156,15 @@ def _headline(rows: Rows, config: str) -> str:
         )
         compared = f" (most frequent answer: {baseline[0]:.1%})" if baseline else ""
         parts.append(f"Held-out accuracy on <b>{_text(task)}</b>, {measure}: {change}{compared}")
+    for file in held_out_files(rows):
+        pairs = [v for v in series(rows, f"eval/{file}/pair_accuracy")[1] if v is not None]
+        values = pairs or [v for v in series(rows, f"eval/{file}/loss")[1] if v is not None]
+        if values:
+            shown = [f"<b>{v:.1%}</b>" if pairs else f"<b>{v:.3f}</b>" for v in (values[0], values[-1])]
+            what = "Pairs in the right order among those held out of" if pairs else "Loss on rows held out of"
+            parts.append(
+                f"{what} <b>{_text(file)}</b>: {' → '.join(shown if len(values) > 1 else shown[:1])}"
+            )
     if not parts:
         rewards = [v for v in series(rows, "reward/mean")[1] if v is not None]
         if rewards:
@@ -199,6 +212,11 @@ def _cards(rows: Rows) -> str:
         ("train steps", float(rows[-1]["version"]), lambda v: f"{v:,.0f}"),
         ("time", seconds or None, format_duration),
         ("tokens sampled", total("rollout/tokens") or None, lambda v: f"{v:,.0f}"),
+        (
+            "tokens trained",
+            None if total("rollout/tokens") else total("optimizer/trained_tokens") or None,
+            lambda v: f"{v:,.0f}",
+        ),
         ("tokens/s", last("time/tokens_per_second"), lambda v: f"{v:,.0f}"),
         ("peak memory", peak, lambda v: f"{v / 1e9:.2f} GB"),
         ("skipped updates", total("optimizer/skipped") or None, lambda v: f"{v:,.0f}"),

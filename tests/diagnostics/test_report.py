@@ -131,6 +131,86 @@ def test_a_run_tells_its_story(tmp_path):
     assert page.tags.count("figure") == len(page.figures)
 
 
+def test_the_gain_is_split_into_form_and_skill(tmp_path):
+    names = (
+        "greedy_accuracy",
+        "greedy_lenient_accuracy",
+        "greedy_format_rate",
+        "greedy_accuracy_given_format",
+    )
+    before, after = (0.19, 0.29, 0.63, 0.3), (0.75, 0.75, 1.0, 0.75)
+    rows = [
+        {"version": version, **{f"eval/add/{name}": v for name, v in zip(names, values, strict=True)}}
+        for version, values in ((0, before), (20, after))
+    ]
+    page = read(write(tmp_path / "two", rows))
+    assert "From step 0 to step 20 accuracy went from 19% to 75% (+56 points): +46 from skill" in page.text
+    assert "29% to 75%), +10 from form." in page.text
+    curves = {trace["name"]: trace["y"] for trace in page.figures[1]["data"]}
+    assert curves["right"] == [0.19, 0.75] and curves["in the right form"] == [0.63, 1.0]
+    assert len(curves) == 4 and len(page.figures) == 2
+    once = read(write(tmp_path / "one", rows[:1]))
+    assert "Form and skill: add" in once.text and "points" not in once.text
+
+
+PAIRS = {"loss": 0.6, "pair_accuracy": 0.5, "pair_margin": 0.1, "reward_chosen": 0.2, "reward_rejected": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("figures", "titles"),
+    [
+        ({"loss": 3.0, "nll": 3.0}, ["Loss: negative log-prob"]),
+        ({"loss": 3.0, "nll": 2.0}, ["Loss", "Negative log-prob"]),
+        ({"loss": 0.5, "divergence_teacher": 0.5}, ["Loss: distance from the teacher"]),
+        (PAIRS, ["Loss", "Pairs in the right order", "Margin of the pairs", "Implicit reward"]),
+    ],
+    ids=["sft", "sft_and_more", "gkd", "dpo"],
+)
+def test_given_answers_show_what_is_learned_at_the_top(tmp_path, figures, titles):
+    common = {"optimizer/trained_tokens": 37.0, "time/tokens_per_second": 600.0, "time/data": 0.2}
+    rows = [
+        {"version": v, **common}
+        | {f"policy/{name}": value / v for name, value in figures.items()}
+        | {f"eval/</b>file/{name}": value / (v + 1) for name, value in figures.items()}
+        for v in (1, 2)
+    ]
+    page = read(write(tmp_path, rows))
+    charts = page.text[page.text.index("tokens trained") :]
+    order = [charts.index(title) for title in [*titles, "Speed", "Where the time goes", "All other figures"]]
+    assert order == sorted(order)
+    first = {trace["name"]: trace["y"] for trace in page.figures[0]["data"]}
+    assert (
+        first["training"] == [figures["loss"], figures["loss"] / 2]
+        and first["held out"][1] < first["held out"][0]
+    )
+    assert "Trained tokens per second" in page.text and "74tokens trained" in page.text
+    assert "sampled" not in page.text.lower() and "Completion" not in page.text
+    held_out = "25.0% → 16.7%" if "pair_accuracy" in figures else f"{figures['loss'] / 2:.3f} →"
+    assert f"held out of </b>file: {held_out}" in page.text
+    shown = page.text[: page.text.index("All other figures")]
+    assert all(title in shown for title in titles)
+    assert not [key for key in page.text.split() if key.startswith(("policy/", "eval/"))]
+
+
+def test_distillation_shows_the_distance_and_shares_start_at_zero(tmp_path):
+    rows = [row(v, **{"policy/kl_in_advantage": 2.0 / v, "policy/loss": 2.0}) for v in (1, 2)]
+    rows += [
+        row(3, **{"policy/clip_fraction": -0.0, "completion/stop_eos": 0.5, "policy/clip_fraction_high": 0.1})
+    ]
+    page = read(write(tmp_path, rows))
+    assert page.figures[0]["data"][0]["y"] == [2.0, 1.0]
+    assert page.text.index("Distance from the target policy") < page.text.index("Reward")
+    shares = [
+        axis
+        for axis in (figure["layout"].get("yaxis", {}) for figure in page.figures)
+        if "%" in axis.get("tickformat", "")
+    ]
+    assert len(shares) == 2 and all(axis["range"][0] == 0 < axis["range"][1] for axis in shares)
+    assert "-0.0" not in page.scripts[-1].replace("0.01em", "")
+    other = page.text[page.text.index("All other figures") :]
+    assert "ended for the reason eos." in other and "clipped at the upper bound" in other
+
+
 def test_the_page_is_self_contained(tmp_path):
     page = read(write(tmp_path, [row(1), row(2)]))
     assert not [tag for tag in page.tags if tag in ("link", "iframe", "img", "object", "embed", "base")]
