@@ -5,6 +5,7 @@ Standard library only, so that any part may use it.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -40,17 +41,43 @@ _VOCABULARY_TOKENS = frozenset(
     "bos eos pad unk sep cls mask stop start end image audio tool think prompt special prefix suffix"
     " first last next per begin beginning".split()
 )
-_URL_USER = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*://)[^/\s@'\"]+@")
-# name=value, "name": "value", a YAML line `name: value`; not prose with a colon.
-_ASSIGNMENT = re.compile(
+# Tokens of a service; the plural too, where `tokens` alone are counted.
+_SERVICE_TOKENS = frozenset(
+    "hf hub huggingface wandb github gitlab slack api access auth refresh bearer bot session secret".split()
+)
+# Words before `key`, `pass` and `pw` in the name of a setting. In the name of an environment variable nearly any does.
+_KEY_OWNERS = frozenset(
+    "openai anthropic wandb hf huggingface aws azure gcp google gemini mistral cohere groq openrouter deepseek ssh"
+    " encryption signing service account master license".split()
+)
+_PASS_OWNERS = frozenset("db database my user smtp mail ftp root admin login proxy".split())
+_OPEN_KEYS = frozenset("public sort primary foreign cache group answer prompt text".split())
+_URL_OWNERS = frozenset(
+    "database db postgres postgresql mysql mongo mongodb redis amqp broker sentry webhook".split()
+)
+# The second form is for a password with a slash in it; a number there would be a port.
+_URL_USER = re.compile(
+    r"(?P<scheme>(?<![A-Za-z0-9+.\-])[A-Za-z0-9+.\-]+://)"
+    r"(?:[^/\s'\"]{1,999}|[^/\s:@'\"]{1,99}:(?!\d+/)[^\s'\"]{1,199}?)@"
+)
+# name=value, name = value, "name": "value", a YAML line `name: value`, {name: value}; not prose with a colon.
+_NAME = re.compile(
     r"""(?mx)
-    (?P<before> ^[ \t-]* (?P<yaml>[\w.\-]+) [ \t]*:[ \t]+ ["']?
-      | ["'] (?P<json>[\w.\-]+) ["'] \s* : \s* ["']?
-      | (?P<name>[\w.\-]+) = ["']? )
-    (?P<value>[^\s"'&,;}\])]+)
+    ^[ \t]* (?:-[ \t]+)* (?P<yaml>\w[\w.\-]*) [ \t]*:[ \t]+
+    | ["'] (?P<json>[\w.\-]+) ["'] \s*:\s*
+    | [{,] [ \t]* (?P<flow>[\w.\-]+) [ \t]*:[ \t]+
+    | (?<![\w.\-]) (?P<equals>[\w.\-]+) [ \t]*=(?!=)[ \t]*
+    | (?<![\w.\-]) --(?P<option>[\w.\-]+) [ ]+ (?=[^\s\-])
     """
 )
-_OPTION = re.compile(r"(?P<before>--(?P<name>[\w.\-]+) +)(?P<value>[^\s\-]\S*)")
+_QUOTED = re.compile(r"""(?P<open>["'])(?P<inside>(?:\\.|(?!(?P=open))[^\n\\])*)(?P<close>(?P=open)?)""")
+_BRACKETS = re.compile(r"[\[{][^\]}\n]*[\]}]?")
+_BARE = re.compile(r"""[^\s"'&,;}\])]+""")
+_OF_FLOW = re.compile(r"[^,}\n]+")
+_OF_LINE = re.compile(r"[^\n]+")
+_OF_OPTION = re.compile(r"\S+")
+_HEADERS = frozenset("cookie set_cookie authorization proxy_authorization".split())
+_NOTHING = frozenset("None null True False true false".split())
 _AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=\-]{6,}")
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{6,}|sk-[A-Za-z0-9_\-]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_[A-Za-z0-9_]{12,}"
@@ -59,19 +86,41 @@ _KNOWN_SHAPES = re.compile(
 _SHORTEST_ENVIRONMENT_SECRET = 6  # shorter values would blank out ordinary words
 
 
+def _words(key: str) -> list[str]:
+    """The words of the last dotted part of a name: `logger.apiKey` is api, key."""
+    last = key.rsplit(".", 1)[-1]
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", last).lower().replace("-", "_")
+    return [word for word in name.split("_") if word]
+
+
+@functools.lru_cache(maxsize=4096)
 def secret_key(key: str) -> bool:
     """True when a field of this name (its last dotted part) holds a secret.
 
-    `logger.api_key`, `WANDB_API_KEY`, `hf_token` and `token` do; `max_tokens` and `eos_token` do not.
+    `logger.api_key`, `api_keys`, `hf_token`, `token` and `cookie` do; `max_tokens`, `eos_token` and `answer_key` do not.
+    A name in capitals is that of an environment variable, where more words mean a secret: `OPENAI_KEY`, `DB_PASS`,
+    `DATABASE_URL`.
     """
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.rsplit(".", 1)[-1]).lower().replace("-", "_")
-    padded = f"_{name}_"
-    if any(f"_{word}_" in padded or name.endswith(word) for word in _SECRET_WORDS):
+    words = _words(key)
+    if not words:
+        return False
+    name, last = "_".join(words), words[-1]
+    before = words[-2] if len(words) > 1 else ""
+    if any(f"_{word}_" in f"_{name}_" or name.endswith((word, f"{word}s")) for word in _SECRET_WORDS):
+        return True
+    if last in ("auth", "cookie", "cookies", "pw"):
         return True
     if name.endswith("token"):
-        before = name[: -len("token")].rstrip("_").rsplit("_", 1)[-1]
-        return before not in _VOCABULARY_TOKENS
-    return False
+        stem = name[: -len("token")].rstrip("_").rsplit("_", 1)[-1]
+        return stem not in _VOCABULARY_TOKENS
+    if last == "tokens":
+        return before in _SERVICE_TOKENS
+    variable = key.rsplit(".", 1)[-1].isupper()
+    if last in ("key", "keys"):
+        return before in _KEY_OWNERS or (variable and bool(before) and before not in _OPEN_KEYS)
+    if last in ("pass", "pwd"):  # PWD is the working directory
+        return before in _PASS_OWNERS or (variable and (bool(before) and before != "old" or last == "pass"))
+    return variable and last in ("url", "uri", "dsn") and (before in _URL_OWNERS or last == "dsn")
 
 
 def hide_environment_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
@@ -101,26 +150,50 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
     text = _AUTHORIZATION.sub(lambda m: f"{m[1]} {REDACTED}", text)
     text = _KNOWN_SHAPES.sub(REDACTED, text)
 
-    def assignment(match: re.Match[str]) -> str:
-        groups = match.groupdict()
-        name = groups.get("yaml") or groups.get("json") or groups["name"]
-        if not secret_key(name) or match["value"] in ("None", "null", "True", "False", "true", "false"):
-            return match[0]
-        return match["before"] + REDACTED
+    return _hide_assignments(text)
 
-    return _OPTION.sub(assignment, _ASSIGNMENT.sub(assignment, text))
+
+def _hide_assignments(text: str) -> str:
+    """`text` without the values that stand beside the name of a secret."""
+    pieces, at = [], 0
+    while (match := _NAME.search(text, at)) is not None:
+        pieces.append(text[at : match.end()])
+        at = match.end()
+        kind = str(match.lastgroup)
+        if secret_key(match[kind]):
+            hidden, at = _hidden_value(text, at, match, kind)
+            pieces.append(hidden)
+    return "".join(pieces) + text[at:]
+
+
+def _hidden_value(text: str, at: int, name: re.Match[str], kind: str) -> tuple[str, int]:
+    """What is written in place of the value that begins at `at`, and where that ends."""
+    quoted = _QUOTED.match(text, at)
+    around = text[name.start(kind) - 1] if name.start(kind) else ""
+    if quoted is not None:
+        shown = REDACTED if quoted["inside"] else ""
+        return quoted["open"] + shown + quoted["close"], quoted.end()
+    pattern = {"flow": _OF_FLOW, "option": _OF_OPTION}.get(kind, _BARE)
+    if kind == "yaml" and "_".join(_words(name[kind])) in _HEADERS:
+        pattern = _OF_LINE
+    elif kind == "equals" and around in ("'", '"'):  # 'name=some words', as a shell quotes it
+        pattern = re.compile(rf"[^{around}\n]+")
+    value = _BRACKETS.match(text, at) or pattern.match(text, at)
+    if value is None or value[0].strip() in _NOTHING:
+        return "", at
+    return REDACTED, value.end()
 
 
 def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
     """A copy of a config (nested dicts, lists, scalars) with every secret replaced by "***".
 
-    A string under a secret key is replaced whole; every other string goes through `redact_text`. Keys,
-    numbers, booleans and None stay, so the shape of the config is kept.
+    Whatever stands under a secret key is replaced whole, lists and mappings too, but not None, booleans and what is
+    empty; every other string goes through `redact_text`. All else stays, so the shape of the config is kept.
     """
     if isinstance(value, Mapping):
         return {
             key: REDACTED
-            if isinstance(key, str) and isinstance(item, str | bytes) and item and secret_key(key)
+            if isinstance(key, str) and secret_key(key) and _is_secret(key, item)
             else redact(item, environment)
             for key, item in value.items()
         }
@@ -130,6 +203,16 @@ def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:
     if isinstance(value, str):
         return redact_text(value, environment)
     return value
+
+
+def _is_secret(key: str, item: Any) -> bool:
+    """Whether a value under a secret key is one: not None, a flag, nothing, or the id of a token of some vocabulary."""
+    if isinstance(item, bool) or not item:
+        return False
+    words = _words(key)
+    if isinstance(item, int | float) and words[-1] == "token" and len(words) > 1:
+        return words[-2] in _SERVICE_TOKENS
+    return True
 
 
 def _environment_secrets(environment: Mapping[str, str]) -> list[str]:

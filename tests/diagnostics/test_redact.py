@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from jaxrl_llm.config import Config, as_data, flatten
+from jaxrl_llm.diagnostics.catalog import METRICS
 from jaxrl_llm.diagnostics.redact import redact, redact_text, secret_key
 
 ENVIRONMENT = {"HF_TOKEN": "hf_FAKE123", "WANDB_API_KEY": "fakekey456", "PATH": "/usr/bin", "API_KEY": "x"}
@@ -12,7 +16,9 @@ ENVIRONMENT = {"HF_TOKEN": "hf_FAKE123", "WANDB_API_KEY": "fakekey456", "PATH": 
 @pytest.mark.parametrize(
     "key",
     ["api_key", "logger.api_key", "WANDB_API_KEY", "apiKey", "hf_token", "HF_TOKEN", "token", "hub.token", "auth-token",
-     "password", "db_password", "client_secret", "AWS_SECRET_ACCESS_KEY", "private_key", "authorization", "credentials"],
+     "password", "db_password", "client_secret", "AWS_SECRET_ACCESS_KEY", "private_key", "authorization", "credentials",
+     "OPENAI_KEY", "DB_PASS", "MY_PW", "DATABASE_URL", "AUTH", "COOKIE", "DB_PWD", "SENTRY_DSN", "openai_key", "db_pass",
+     "passwords", "api_keys", "secrets", "hf_tokens", "access_tokens", "cookies"],
 )  # fmt: skip
 def test_secret_names(key):
     assert secret_key(key)
@@ -21,10 +27,18 @@ def test_secret_names(key):
 @pytest.mark.parametrize(
     "key",
     ["max_tokens", "tokens", "eos_token", "pad_token", "bosToken", "tokenizer", "key", "keep_every", "seed", "stop_token",
-     "keys", "special_token", "logprob_reference", "monkey", "secretary"],
+     "keys", "special_token", "logprob_reference", "monkey", "secretary", "row_tokens", "prompt_tokens", "max_prompt_tokens", "trained_tokens",
+     "tokens_per_second", "optimizer/trained_tokens", "answer_key", "sort_keys", "PWD", "OLDPWD", "PUBLIC_KEY", "KEY",
+     "pass_at_k", "forward_pass", "url", "base_url", "author", "path", "PATH", "", "___", "."],
 )  # fmt: skip
 def test_names_that_only_look_like_one(key):
     assert not secret_key(key)
+
+
+def test_no_setting_and_no_figure_looks_like_a_secret():
+    names = [*flatten(as_data(Config())), *METRICS]
+    assert [name for name in names if secret_key(name) or secret_key(name.rsplit("/", 1)[-1])] == []
+    assert redact(as_data(Config()), {}) == as_data(Config())
 
 
 @pytest.mark.parametrize(
@@ -38,6 +52,21 @@ def test_names_that_only_look_like_one(key):
         ("https://h/x?token=abc&n=1", "https://h/x?token=***&n=1"),
         ("Authorization: Bearer abcdefgh123", "Authorization: ***"),
         ("KeyError: fakekey456 in fakekey456", "KeyError: *** in ***"),
+        ("{api_key: othersecret1}", "{api_key: ***}"),
+        ("{a: 1, api_key: other secret1, b: 2}", "{a: 1, api_key: ***, b: 2}"),
+        ("api_key = othersecret1", "api_key = ***"),
+        ("api_key = 'other secret1'", "api_key = '***'"),
+        ("{'api_key': 'other secret1', 'b': 2}", "{'api_key': '***', 'b': 2}"),
+        (r'{"password": "a\"b c"}', '{"password": "***"}'),
+        ('{"api_keys": ["one", "two"], "b": 2}', '{"api_keys": ***, "b": 2}'),
+        ("jaxrl train --set 'logger.api_key=two words' -v", "jaxrl train --set 'logger.api_key=***' -v"),
+        ("run --api-key 'two words' -v", "run --api-key '***' -v"),
+        ("http://user:p@w@host", "http://***@host"),
+        ("http://user:p/w@host/x", "http://***@host/x"),
+        ("see...http://u:pw@host", "see...http://***@host"),
+        ("OPENAI_KEY=abc DB_PASS=def", "OPENAI_KEY=*** DB_PASS=***"),
+        ("Cookie: a=b; c=d\nHost: h", "Cookie: ***\nHost: h"),
+        ("x=1,token=abc", "x=1,token=***"),
         ("using hf_FAKE123", "using ***"),
         ("using hf_abcdefghij", "using ***"),
     ],
@@ -56,6 +85,12 @@ def test_secrets_in_text(text, expected):
         "token: null is fine as a prose word",
         "extra hf_ and sk-learn",
         "api_key=None",
+        "api_key = None, token == 5",
+        "{max_tokens: 5, eos_token: 7, row_tokens: 64}",
+        "max_tokens = 5, prompt_tokens = 7",
+        "https://example.org:8080/a@b",
+        "password=''",
+        "PWD=/home/someone/project",
     ],
 )
 def test_ordinary_text_stays(text):
@@ -82,6 +117,43 @@ def test_configs_keep_their_shape():
         3: ("a", "***"),
     }
     assert config["logger"]["api_key"] == "fakekey"
+
+
+def test_whatever_is_under_a_secret_key_is_hidden():
+    config = {
+        "api_keys": ["one", "two"],
+        "token": 12345,
+        "secret": {"a": 1},
+        "passwords": "x",
+        "auth": ("u", "p"),
+        "eos_token": 7,
+        "newline_token": 198,
+        "hub_token": True,
+        "credentials": [],
+        "max_tokens": 64,
+        "rollout": {"row_tokens": 5, "prompt_tokens": [1, 2]},
+    }
+    hidden = ("api_keys", "token", "secret", "passwords", "auth")
+    assert redact(config, {}) == {k: "***" if k in hidden else v for k, v in config.items()}
+
+
+def test_values_of_the_environment_are_hidden_wherever_they_stand():
+    secrets = {
+        "OPENAI_KEY": "openai-value", "DB_PASS": "hunter22", "MY_PW": "pw-value", "DATABASE_URL": "db.internal:5432/x",
+        "AUTH": "auth-value", "COOKIE": "cookie-value",
+    }  # fmt: skip
+    plain = {"PWD": "/home/someone", "TOKENIZERS_PARALLELISM": "disabled", "EDITOR": "editor-value"}
+    for value in secrets.values():
+        assert redact_text(f"so {value} it is", secrets | plain) == "so *** it is"
+    for value in plain.values():
+        assert redact_text(f"so {value} it is", secrets | plain) == f"so {value} it is"
+
+
+def test_long_texts_take_no_time():
+    begin = time.process_time()
+    for piece in ("a", "a.", "-", "- ", "http://", "http://a:", "a=", "{a, ", "'", "token=", "'a"):
+        redact_text(piece * 4000, {})
+    assert time.process_time() - begin < 2.0
 
 
 def test_short_values_of_the_environment_do_not_blank_out_words():
