@@ -13,9 +13,10 @@ AssertionError with both numbers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -33,12 +34,14 @@ from jaxrl_llm.transforms import (
     group_advantage,
     normalize_by_sequence,
     returns_to_go,
+    stages,
     takes_pairs,
     token_ratio,
 )
-from jaxrl_llm.transforms.dataflow import require
+from jaxrl_llm.transforms.begin import begin, clean
+from jaxrl_llm.transforms.dataflow import ON_DEMAND, PRODUCED, Need, require
 from jaxrl_llm.transforms.evaluate import start_loss
-from jaxrl_llm.types import LossOutput, PolicyOutput, TokenBatch
+from jaxrl_llm.types import LossOutput, LossState, Mean, PolicyOutput, TokenBatch
 
 __all__ = [
     "assert_gradient",
@@ -277,41 +280,118 @@ def _usable(objective: LossTransform) -> LossTransform:
         return complete(objective)
 
 
+# ------------------------------------------------------------------------------- stages that name themselves
+
+PER_TOKEN = {
+    "prepare": ("reward", "advantage", "returns", "weight", "norm", "count"),
+    "apply": ("log_ratio", "policy", "weight"),
+}
+NOT_TRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, jax.errors.UnexpectedTracerError)
+
+
+def _watched(member: LossTransform) -> LossTransform:
+    """The same stage; what goes wrong in it is said with its name, the part, and what to return."""
+
+    def guarded(part: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except NOT_TRACEABLE as error:
+            raise AssertionError(
+                f"jit: {part} of {member!r} needs the value of an array, which is not there while a program is "
+                f"traced ({type(error).__name__}). Replace float(x), `if x`, NumPy and boolean indexing by jnp "
+                f"functions and jnp.where."
+            ) from error
+        except Exception as error:
+            raise AssertionError(f"{part} of {member!r} raised {type(error).__name__}: {error}") from error
+
+    def prepare(batch: TokenBatch, state: Any) -> Any:
+        result, state = guarded("prepare", lambda: member.prepare(batch, state))
+        _check_returned("prepare", member, result, batch)
+        return result, state
+
+    def apply(loss: LossState, batch: TokenBatch, state: Any) -> Any:
+        result = guarded("apply", lambda: member.apply(loss, batch, state))
+        _check_returned("apply", member, result, batch)
+        return result
+
+    return member._replace(prepare=prepare, apply=apply)
+
+
+def _check_returned(part: str, member: LossTransform, result: Any, batch: TokenBatch) -> None:
+    where, kind = ("batch", TokenBatch) if part == "prepare" else ("loss", LossState)
+    if not isinstance(result, kind):
+        raise AssertionError(
+            f"{part} of {member!r} returned {type(result).__name__}. Return a {kind.__name__}: "
+            f"`return {where}.replace(...)`."
+        )
+    arrays = {name: getattr(result, name) for name in PER_TOKEN[part] if getattr(result, name) is not None}
+    if isinstance(result, LossState):
+        for name, entry in result.penalties.items():
+            if not (isinstance(entry, tuple) and len(entry) == 2):
+                raise AssertionError(
+                    f"{part} of {member!r} left {type(entry).__name__} in loss.penalties[{name!r}]. Use "
+                    f"`return loss.penalize({name!r}, value)`."
+                )
+            arrays[f"penalties[{name!r}]"] = entry[0]
+    for name, x in arrays.items():
+        found = (
+            f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+            if hasattr(x, "dtype")
+            else f"{type(x).__name__} {x!r}"
+        )
+        if jnp.shape(x) != batch.shape or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise AssertionError(
+                f"{part} of {member!r} left {found} in {where}.{name}. Return a floating-point array of one value a "
+                f"token, {list(batch.shape)}: `jnp.full({where}.mask.shape, x, float)` for one of equal values."
+            )
+    logged = "logged" if part == "prepare" else "metrics"
+    for name, x in getattr(result, logged).items():
+        if not isinstance(x, Mean):
+            raise AssertionError(
+                f"{part} of {member!r} left {type(x).__name__} in {where}.{logged}[{name!r}]. Use "
+                f"`return {where}.log({name!r}, value)` with one value a token: a mean that merges over any split."
+            )
+
+
 # ------------------------------------------------------------------------------------- measuring
 
 Measured = tuple[Array, Array, dict[str, Array]]  # loss, gradient in the parameters, metric values
 
 
-def _measure(
-    objective: LossTransform, params: Array, batch: TokenBatch, parts: Sequence[TokenBatch] | None = None
-) -> Measured:
-    """Loss, gradient and metrics of a *prepared* batch, summed over `parts` of it (default: in one)."""
-    state = objective.init()
-    denominator = jnp.sum(require("_measure", batch, "count"))
+def _measure(objective: LossTransform, params: Array, batch: TokenBatch) -> Measured:
+    """Loss, gradient and metrics of a *prepared* batch."""
+    return _merge([_measure_part(objective, params, batch, jnp.sum(require("_measure", batch, "count")))])
 
-    def one(part: TokenBatch) -> tuple[Array, Array, LossOutput]:
-        def scaled(p: Array) -> tuple[Array, LossOutput]:
-            result = evaluate(objective, tiny_policy(p, part), part, state)
-            return quotient(result.loss_sum, denominator), result
 
-        (value, result), gradient = jax.value_and_grad(scaled, has_aux=True)(params)
-        return value, gradient, result
+def _measure_part(
+    objective: LossTransform, params: Array, part: TokenBatch, denominator: Array
+) -> tuple[Array, Array, dict[str, Mean]]:
+    """The part's share of the loss and of the gradient, and its metrics."""
 
-    results = [one(part) for part in parts or [batch]]
+    def scaled(p: Array) -> tuple[Array, LossOutput]:
+        result = evaluate(objective, tiny_policy(p, part), part, objective.init())
+        return quotient(result.loss_sum, denominator), result
+
+    (value, result), gradient = jax.value_and_grad(scaled, has_aux=True)(params)
+    return value, gradient, result.metrics
+
+
+def _merge(parts: Sequence[tuple[Array, Array, dict[str, Mean]]]) -> Measured:
     metrics = {
-        name: sum((r.metrics[name] for _, _, r in results[1:]), results[0][2].metrics[name])
-        for name in results[0][2].metrics
+        name: sum((metrics[name] for _, _, metrics in parts[1:]), mean) for name, mean in parts[0][2].items()
     }
-    loss = jnp.sum(jnp.stack([r[0] for r in results]))
-    gradient = jnp.sum(jnp.stack([r[1] for r in results]), axis=0)
+    loss = jnp.sum(jnp.stack([loss for loss, _, _ in parts]))
+    gradient = jnp.sum(jnp.stack([gradient for _, gradient, _ in parts]), axis=0)
     return loss, gradient, {name: mean.value for name, mean in metrics.items()}
 
 
 class _Setting:
     """A complete objective, a batch in float64, and what they give on one device, in one piece."""
 
-    def __init__(self, transform: LossTransform, batch: TokenBatch | None):
-        self.objective = _usable(transform)
+    def __init__(self, transform: LossTransform, batch: TokenBatch | None, *, compiled: bool = False):
+        self.checked = frozenset(info.name for info in transform.info)
+        self.objective = chain(*map(_watched, stages(_usable(transform))))
+        self.compiled = compiled
         self.batch = jax.tree.map(
             lambda x: x.astype(jnp.float64) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x,
             sample_batch() if batch is None else batch,
@@ -322,6 +402,69 @@ class _Setting:
     @functools.cached_property
     def measured(self) -> Measured:
         return _measure(self.objective, self.params, self.prepared)
+
+    @functools.cached_property
+    def steps(self) -> list[_Step]:
+        """Every part of the checked stages, with what it is given where it stands in the chain."""
+        members, state = stages(self.objective), self.objective.init()
+        batch = begin(self.batch, [field for info in self.objective.info for field in info.writes])
+        steps = []
+
+        def step(part: str, member: LossTransform, loss: LossState | None, batch: TokenBatch) -> Any:
+            own = state.get(member.info.name)  # type: ignore[union-attr]  # of a stage
+
+            def run(loss: LossState | None, batch: TokenBatch) -> Any:
+                return member.prepare(batch, own)[0] if loss is None else member.apply(loss, batch, own)
+
+            after = run(loss, batch)
+            if member.info.name in self.checked:  # type: ignore[union-attr]  # of a stage
+                steps.append(_Step(member, part, run, loss, batch, after))
+            return after
+
+        for member in members:
+            batch = step("prepare", member, None, batch)
+        state, batch = self.state, clean(batch)
+        loss = start_loss(tiny_policy(self.params, batch), batch)
+        for member in members:
+            loss = step("apply", member, loss, batch)
+        return steps
+
+    def measure(self, batch: TokenBatch, *, prepare: bool = False) -> Measured:
+        """Of another layout of the batch. Compiled, it is faster where an operation meets a shape for the first time."""
+
+        def run(params: Array, batch: TokenBatch) -> Measured:
+            if prepare:
+                batch, _ = self.objective.prepare(batch, self.objective.init())
+            return _measure(self.objective, params, batch)
+
+        return (jax.jit(run, compiler_options=FAST_COMPILE) if self.compiled else run)(self.params, batch)
+
+
+class _Step(NamedTuple):
+    """A part of a stage: what it is given and what it makes of it."""
+
+    member: LossTransform
+    part: str
+    run: Callable[[LossState | None, TokenBatch], Any]
+    loss: LossState | None  # None in prepare
+    batch: TokenBatch
+    after: Any
+
+    def given(self, **changes: Any) -> Any:
+        """What the part makes of the same with other fields, named "batch.NAME" or "loss.NAME"."""
+        records = {"loss": self.loss, "batch": self.batch}
+        for name, value in changes.items():
+            record, _, field = name.partition(".")
+            records[record] = records[record].replace(**{field: value})  # type: ignore[union-attr]
+        return self.run(records["loss"], records["batch"])  # type: ignore[arg-type]
+
+    def value(self, field: str) -> Any:
+        """The field "batch.NAME" or "loss.NAME" that the part is given; None where it has none."""
+        record, _, name = field.partition(".")
+        return getattr(self.loss if record == "loss" else self.batch, name, None)
+
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # small programs, run once
 
 
 def _same(law: str, at: _Setting, found: Measured, tolerance: float = 1e-9) -> None:
@@ -340,19 +483,31 @@ def _same(law: str, at: _Setting, found: Measured, tolerance: float = 1e-9) -> N
 
 
 def assert_split_invariant(
-    objective: LossTransform, batch: TokenBatch | None = None, splits: Sequence[Sequence[int]] = ((3, 1, 4),)
+    objective: LossTransform, batch: TokenBatch | None = None, splits: Sequence[Sequence[int]] | None = None
 ) -> None:
     """Any split of the rows into micro-batches gives the same loss, gradient and metrics.
 
     Args:
-      splits: rows of each part; they must add up to the rows of the batch.
+      splits: rows of each part; they must add up to the rows B of the batch. Default: (1, B - 1) and parts of two;
+        pairs stay together.
     """
     with float64():
         setting = _Setting(objective, batch)
         _split(setting, splits)
 
 
-def _split(at: _Setting, splits: Sequence[Sequence[int]]) -> None:
+def _split(at: _Setting, splits: Sequence[Sequence[int]] | None = None) -> None:
+    size = at.batch.shape[0]
+    if splits is None:
+        first = 2 if takes_pairs(at.objective) else 1
+        splits = (
+            ((first, size - first), (2,) * (size // 2) + (1,) * (size % 2)) if size > first else ((size,),)
+        )
+
+    def one(params: Array, part: TokenBatch, count: Array) -> tuple[Array, Array, dict[str, Mean]]:
+        return _measure_part(at.objective, params, part, count)
+
+    run = jax.jit(one, compiler_options=FAST_COMPILE) if at.compiled else one
     for split in splits:
         edges = np.cumsum([0, *split])
         if edges[-1] != at.batch.shape[0]:
@@ -360,7 +515,8 @@ def _split(at: _Setting, splits: Sequence[Sequence[int]]) -> None:
                 f"split {tuple(split)} does not add up to the {at.batch.shape[0]} rows of the batch."
             )
         parts = [rows(at.prepared, int(a), int(b)) for a, b in zip(edges, edges[1:], strict=False)]
-        _same(f"split {tuple(split)}", at, _measure(at.objective, at.params, at.prepared, parts))
+        count = jnp.sum(require("split", at.prepared, "count"))
+        _same(f"split {tuple(split)}", at, _merge([run(at.params, part, count) for part in parts]))
 
 
 def assert_padding_inert(objective: LossTransform, batch: TokenBatch | None = None) -> None:
@@ -401,13 +557,11 @@ def assert_packing_invariant(objective: LossTransform, batch: TokenBatch | None 
 
 
 def _packing(at: _Setting) -> None:
-    prepared, _ = at.objective.prepare(pack(at.batch), at.objective.init())
-    _same("packing", at, _measure(at.objective, at.params, prepared))
+    _same("packing", at, at.measure(pack(at.batch), prepare=True))
 
 
 def _trees(at: _Setting) -> None:
-    prepared, _ = at.objective.prepare(pack(at.batch, trees=True), at.objective.init())
-    _same("packing with shared prompts", at, _measure(at.objective, at.params, prepared))
+    _same("packing with shared prompts", at, at.measure(pack(at.batch, trees=True), prepare=True))
 
 
 def assert_order_invariant(objective: LossTransform, batch: TokenBatch | None = None) -> None:
@@ -443,7 +597,7 @@ def assert_mesh_invariant(
         _mesh(_Setting(objective, batch), meshes)
 
 
-def _mesh(at: _Setting, meshes: Sequence[tuple[int, int]] | None) -> None:
+def _mesh(at: _Setting, meshes: Sequence[tuple[int, int]] | None = None) -> None:
     devices = jax.devices()
     if len(devices) < 2:
         raise ValueError(
@@ -454,8 +608,7 @@ def _mesh(at: _Setting, meshes: Sequence[tuple[int, int]] | None) -> None:
         prepared, _ = at.objective.prepare(batch, at.objective.init())
         return _measure(at.objective, params, prepared)
 
-    # Small programs, run once: compiling them fast matters more than running them fast.
-    compiled = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    compiled = jax.jit(run, compiler_options=FAST_COMPILE)
     for shape in meshes or ((len(devices), 1), (2, len(devices) // 2)):
         mesh = jax.sharding.Mesh(np.asarray(devices[: shape[0] * shape[1]]).reshape(shape), ("data", "fsdp"))
         by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
@@ -564,7 +717,241 @@ def _holding(record: list[Array], replay: Iterator[Array] | None) -> Iterator[No
         yield
 
 
+# ----------------------------------------------------------------------------------- declarations
+
+BOOKKEEPING = {
+    "batch.logged",
+    "batch.norms",
+    "batch.picked",
+    "loss.metrics",
+}  # dicts by name: nobody's fields
+DIFFERENTIABLE = (
+    "logprob",
+    "entropy",
+    "value",
+    "topk_logprob",
+    "divergence",
+    "log_ratio",
+    "policy",
+    "weight",
+)
+
+
+def _structure(x: Any) -> Any:
+    return jax.tree.structure(x)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Two trees of arrays have the same structure and values."""
+    if x is y:
+        return True
+    left, right = jax.tree.leaves(x), jax.tree.leaves(y)
+    return _structure(x) == _structure(y) and all(
+        a is b
+        or np.array_equal(
+            np.asarray(a), np.asarray(b), equal_nan=jnp.issubdtype(jnp.result_type(a), jnp.floating)
+        )
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _same_objects(x: Any, y: Any) -> bool:
+    left, right = jax.tree.leaves(x), jax.tree.leaves(y)
+    return _structure(x) == _structure(y) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    where = "batch" if isinstance(record, TokenBatch) else "loss"
+    return {f"{where}.{f.name}": getattr(record, f.name) for f in dataclasses.fields(record)}
+
+
+def _declarations(at: _Setting) -> None:
+    """Each stage reads the on-demand fields that it declares, and writes the fields that it declares, no others."""
+    for member in dict.fromkeys(step.member.info.name for step in at.steps):  # type: ignore[union-attr]
+        steps = [step for step in at.steps if step.member.info.name == member]  # type: ignore[union-attr]
+        _check_writes(steps)
+        _check_reads(steps)
+
+
+def _check_writes(steps: Sequence[_Step]) -> None:
+    (info,) = steps[0].member.info
+    written = set()
+    for step in steps:
+        before = _fields_of(step.batch if step.loss is None else step.loss)
+        for field, new in _fields_of(step.after).items():
+            if _same_objects(new, before[field]):
+                # Outside of a trace stop_gradient returns what it is given: the tape tells.
+                if field != "loss.logprob" or step.after is step.loss:
+                    continue
+            else:
+                written.add(field)
+            if field in BOOKKEEPING or (field in info.writes and field != "loss.logprob"):
+                continue
+            if field == "batch.signal" and "batch.advantage" in info.writes:  # where the advantage is defined
+                continue
+            if _untouched(step, field, before[field], new):
+                continue
+            if field == "loss.logprob":
+                raise AssertionError(
+                    f"declarations: {step.part} of {info} changes loss.logprob, its value or its gradient, and every "
+                    f"later stage would see another policy. Leave it as it is; compute from it and write "
+                    f"loss.log_ratio, loss.policy or a penalty."
+                )
+            raise AssertionError(
+                f"declarations: {step.part} of {info} changes {field}, which it does not declare. Add "
+                f'"{field}" to writes, or leave the field as it is.'
+            )
+    # A weight may depend on the arguments; what others read must be there.
+    missing = [field for field in info.writes if field not in written]
+    if missing and (written.isdisjoint(info.writes) or {*PRODUCED, "loss.penalties"} & set(missing)):
+        raise AssertionError(
+            f"declarations: {info} declares that it writes {missing[0]} and leaves it as it is. Take "
+            f'"{missing[0]}" out of writes, or return it: `replace({missing[0].partition(".")[2]}=...)`.'
+        )
+
+
+def _untouched(step: _Step, field: str, old: Any, new: Any) -> bool:
+    """The field, computed anew, is what it was: the same values and, on the tape, the same gradient."""
+    if old is None and field in ("batch.signal", "batch.counted"):
+        old = step.batch.mask
+    if old is None and field == "batch.weight":
+        old = jnp.ones_like(new)
+    if not _equal(old, new):
+        return False
+    name = field.partition(".")[2]
+    if step.loss is None or name not in DIFFERENTIABLE:
+        return True
+    loss = step.loss
+    values = {n: getattr(loss, n) for n in DIFFERENTIABLE if getattr(loss, n) is not None}
+    _, pull = jax.vjp(lambda v: getattr(step.run(loss.replace(**v), step.batch), name), values)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=new.shape))
+    expected = {n: weights if n == name else jnp.zeros_like(x) for n, x in values.items()}
+    where = loss.mask.reshape(loss.mask.shape + (1,) * (new.ndim - 2))
+    return all(
+        np.allclose(np.where(where, got, 0), np.where(where, expected[n], 0))
+        for n, got in pull(weights)[0].items()
+        if np.shape(got)[2:] == np.shape(new)[2:] or np.any(np.asarray(got))
+    )
+
+
+def _check_reads(steps: Sequence[_Step]) -> None:
+    (info,) = steps[0].member.info
+    declared = {Need(read).key for read in info.reads}
+    hidden = sorted((ON_DEMAND | set(PRODUCED)) - declared - set(info.writes))
+    for step in steps:
+        here = [field for field in hidden if step.value(field) is not None]
+        if _depends(step, here):
+            culprit = next((field for field in here if _depends(step, [field])), " or ".join(here))
+            raise AssertionError(
+                f"declarations: {step.part} of {info} reads {culprit}, which it does not declare: where nothing else "
+                f'needs the field it is None. Add "{culprit}" to reads.'
+            )
+    for field in sorted(declared & ON_DEMAND):
+        given = [step for step in steps if step.value(field) is not None]
+        leaves = [x for step in given for x in jax.tree.leaves(step.value(field))]
+        # Integers (token ids, roles) say what other fields are about.
+        if leaves and all(jnp.issubdtype(x.dtype, jnp.floating) for x in leaves):
+            if not any(_uses(step, field) for step in given):
+                raise AssertionError(
+                    f"declarations: {info} declares that it reads {field}, and other values of it change nothing. The "
+                    f'learner would compute it for nothing: take "{field}" out of reads, or use it.'
+                )
+
+
+def _results(step: _Step, after: Any, without: Sequence[str]) -> dict[str, Any]:
+    """What a part gives, but for the fields that it was given and passes on."""
+    return {field: value for field, value in _fields_of(after).items() if field not in without}
+
+
+def _depends(step: _Step, fields: Sequence[str]) -> bool:
+    """Without these fields the part fails or gives something else."""
+    try:
+        after = step.given(**dict.fromkeys(fields))
+    except AssertionError:
+        return True
+    return not _equal(_results(step, step.after, fields), _results(step, after, fields))
+
+
+def _uses(step: _Step, field: str) -> bool:
+    """Other values of the field change what the part gives, or its gradient."""
+    value = step.value(field)
+    before = _results(step, step.after, [field])
+    numbers = np.random.default_rng(0)
+    for shift in (0.0, 0.5, -0.5, 5.0, -5.0, 50.0, -50.0):  # a threshold may be far
+        other = jax.tree.map(lambda x, s=shift: x + s + 0.3 * numbers.normal(size=x.shape), value)
+        after = step.given(**{field: other})
+        if not _equal(before, _results(step, after, [field])):
+            return True
+        if step.loss is not None and not _equal(_pulled(step, field, value), _pulled(step, field, other)):
+            return True
+    return False
+
+
+def _pulled(step: _Step, field: str, value: Any) -> Array:
+    """Gradient of a sum of what an apply gives in the log-probs."""
+    loss = require("loss", step, "loss")
+
+    def total(logprob: Array) -> Array:
+        after = step.given(**{"loss.logprob": logprob, field: value})
+        kept = [after.policy, after.log_ratio, *(v for v, _ in after.penalties.values())]
+        return sum((jnp.sum(x) for x in kept if x is not None), jnp.zeros(()))
+
+    return jax.grad(total)(loss.logprob)
+
+
+STANDARD: dict[str, Callable[..., LossTransform]] = {
+    "batch.advantage": group_advantage,
+    "batch.norm": normalize_by_sequence,
+    "loss.log_ratio": token_ratio,
+    "loss.policy": clip_surrogate,
+}
+
+
+def _signal(at: _Setting) -> None:
+    """No stage takes the whole gradient away from a loss that has a value (a mask may take the value, too)."""
+    if np.any(np.asarray(at.measured[1]) != 0):
+        return
+    members, batch = stages(at.objective), clean(at.prepared)
+    loss = at.objective.apply(start_loss(tiny_policy(at.params, batch), batch), batch, at.state)
+    terms = [value for value, _ in loss.penalties.values()]
+    terms += [] if loss.policy is None else [loss.weight * loss.policy]
+    norm = require("signal", batch, "norm")
+    if not any(np.any(np.where(batch.mask, norm * term, 0.0) != 0) for term in terms):
+        return
+    for member in members:
+        name = member.info.name  # type: ignore[union-attr]  # of a stage
+        if name not in at.checked:
+            continue
+        writes = member.info.writes  # type: ignore[union-attr]  # of a stage
+        instead = [make(name="_instead") for field, make in STANDARD.items() if field in writes][:1]
+        rest = [new for other in members for new in (instead if other is member else [other])]
+        try:
+            without = _usable(chain(*rest))
+        except ValueError:  # it writes what others read, and no standard stage does
+            continue
+        prepared, _ = without.prepare(at.batch, without.init())
+        if np.any(np.asarray(_measure(without, at.params, prepared)[1]) != 0):
+            raise AssertionError(
+                f"signal: with {member!r} the loss has a value and its gradient is 0 for every parameter; without the stage it is not. Look for "
+                f"stop_gradient and for a log-prob that is rounded or compared."
+            )
+
+
+def _jit(at: _Setting) -> None:
+    """`prepare` and `apply` can be traced: no value of an array decides what Python does."""
+    objective = at.objective
+    jax.eval_shape(lambda b: objective.prepare(b, objective.init())[0], at.batch)
+
+    def apply(params: Array, batch: TokenBatch) -> LossState:
+        return objective.apply(start_loss(tiny_policy(params, batch), batch), batch, objective.init())
+
+    jax.eval_shape(apply, at.params, clean(at.prepared))
+
+
 LAWS = {
+    "declarations": _declarations,
+    "signal": _signal,
+    "jit": _jit,
     "order": _order,
     "padding": _padding,
     "packing": _packing,
@@ -579,7 +966,7 @@ LAWS = {
 def laws(transform: LossTransform) -> tuple[str, ...]:
     """The laws that hold for this kind of transform.
 
-    Splits, order, padding and meshes, the detached weight and the gradient hold for all; packing for all but stages
+    Declarations, signal, jit, splits, order, padding and meshes, the detached weight and the gradient hold for all; packing for all but stages
     over pairs, which have their answers on rows 2i and 2i + 1; the on-policy identity for ratios and surrogates:
     where nothing but the ratio or the policy term is written.
     """
@@ -594,38 +981,62 @@ def check_transform(
     transform: LossTransform,
     batch: TokenBatch | None = None,
     *,
-    splits: Sequence[Sequence[int]] = ((3, 1, 4),),
+    splits: Sequence[Sequence[int]] | None = None,
     mesh: bool | None = None,
     on_policy: bool | None = None,
     only: Sequence[str] | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Runs every law that holds for this kind of transform (`laws`): a stage, or a whole objective.
 
+    The mesh law needs several devices. On a machine with one, ask for eight of its CPU before JAX is used:
+
+        jax.config.update("jax_num_cpu_devices", 8)
+
     Args:
+      splits: rows of the micro-batches, see `assert_split_invariant`.
       mesh: whether to check mesh invariance, which compiles a program; default: where there are several devices.
       on_policy: whether to check the on-policy identity; default: what `laws` says. A surrogate that is no policy
         gradient on-policy, by design, says False.
       only: the laws to run, of `laws`; default: all of them.
 
+    Returns:
+      The names of the laws that were checked, in order: "mesh" is not among them where there is one device.
+        finite        loss, gradient and metrics are
+        declarations  each stage reads the on-demand fields that it declares, and writes what it declares
+        signal        no stage takes the whole gradient away         jit        prepare and apply can be traced
+        split         any micro-batches                              order      any order of trajectories, or pairs
+        padding       NaN under the mask                             packing    several sequences a row
+        trees         rows with shared prompts                       mesh       one device, or many
+        detached      no gradient through the weight                 gradient   that of central differences
+        on_policy     REINFORCE's gradient where behavior = proximal = current
+
     Raises:
-      AssertionError: a law does not hold; the text names the law, the objective and both numbers.
+      AssertionError: a law does not hold, or a stage fails; the text names the law, or the part, the stage or the
+        objective, and both numbers or what to do.
     """
     with float64():
-        at = _Setting(transform, batch)
+        # A whole check meets six shapes. To compile a program for each takes a third of the time of its operations
+        # one by one, but for few laws, on many stages, these are there already.
+        at = _Setting(transform, batch, compiled=only is None)
         holding = set(laws(transform if takes_pairs(transform) else at.objective)) - {"on_policy"}
         holding |= {"on_policy"} & set(laws(transform)) if on_policy is None else set()
         if only is not None:
             holding &= set(only)
         if on_policy:
             holding.add("on_policy")
+        if len(jax.devices()) < 2 if mesh is None else not mesh:
+            holding.discard("mesh")
+        at.steps  # noqa: B018  # a part that fails is named before anything is compiled
         if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(at.measured)):
             raise AssertionError(
                 f"finite: {at.objective!r} gives the loss, gradient and metrics {at.measured}."
             )
-        if "split" in holding:
-            _split(at, splits)
-        for law, holds in LAWS.items():
-            if law in holding:
-                holds(at)
-        if "mesh" in holding and (len(jax.devices()) > 1 if mesh is None else mesh):
-            _mesh(at, None)
+        checks: dict[str, Callable[[_Setting], None]] = {
+            **LAWS,
+            "split": functools.partial(_split, splits=splits),
+            "mesh": _mesh,
+        }
+        checked = [law for law in checks if law in holding]
+        for law in checked:
+            checks[law](at)
+        return ("finite", *checked)

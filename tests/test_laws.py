@@ -193,12 +193,13 @@ ROWS = [
 ]
 
 # Which law holds for which kind of stage, and of which kind each is.
+#   declarations  fields are read and written as declared      signal  a gradient is left      jit  can be traced
 #   split      any micro-batches          order    any order of trajectories, or pairs
 #   padding    NaN under the mask         packing  several sequences a row      trees  rows with shared prompts
 #   mesh       1 device = 8 in two meshes  detached  no gradient through the weight
 #   gradient   central differences, what is detached held
 #   on_policy  behavior = proximal = current gives REINFORCE's gradient, clip fraction 0, KL 0
-EVERY = {"split", "order", "padding", "mesh", "detached", "gradient"}
+EVERY = {"declarations", "signal", "jit", "split", "order", "padding", "mesh", "detached", "gradient"}
 ROW_WISE = EVERY | {"packing", "trees"}
 LAWS = {
     "reward": ROW_WISE,
@@ -358,8 +359,9 @@ def test_stage_obeys_the_laws(stage):
     """Those that compile little; the others are the chains', which hold every stage."""
     # Halves: one more shape to compile, where (3, 1, 4) would be three.
     on_policy = False if stage.info.stage in NOT_REINFORCE else None
-    few = ("split", "padding", "packing", "detached", "on_policy")
-    testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy, only=few)
+    few = ("declarations", "signal", "split", "padding", "packing", "detached", "on_policy")
+    checked = testing.check_transform(stage, splits=((4, 4),), mesh=False, on_policy=on_policy, only=few)
+    assert {"declarations", "signal", "split", "padding", "detached"} <= set(checked)
 
 
 # Each compiles programs for two meshes of 8 devices, which takes ten seconds or more.
@@ -370,7 +372,7 @@ QUICK = ("grpo",)
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHAINS]
 )
 def test_chain_obeys_the_laws(name):
-    testing.check_transform(CHAINS[name], splits=((4, 2, 2),), mesh=True)
+    assert "mesh" in testing.check_transform(CHAINS[name], splits=((4, 2, 2),), mesh=True)
 
 
 def test_rows_of_trees_share_prompts():
@@ -519,7 +521,7 @@ def not_finite(loss, batch):
     [
         (local_count, None, (), ("loss.penalties",), "split"),
         (leaking_weight, None, (), ("loss.weight",), "weight|gradient"),
-        (reads_padding, None, (), ("loss.penalties",), "padding"),
+        (reads_padding, None, ("batch.value",), ("loss.penalties",), "padding"),
         (None, row_order, ("batch.reward",), ("batch.reward",), "order of the rows"),
         (not_finite, None, (), ("loss.penalties",), "finite"),
     ],
@@ -528,5 +530,119 @@ def not_finite(loss, batch):
 def test_check_transform_names_the_law_that_a_wrong_stage_breaks(apply, prepare, reads, writes, law):
     stage = bad(apply, prepare, reads, writes)
     with pytest.raises(AssertionError, match=law) as found:
-        testing.check_transform(stage, splits=((4, 4),), mesh=False)
+        testing.check_transform(stage, splits=((4, 4),), mesh=False, only=testing.LAWS.keys() | {"split"})
     assert "broken" in str(found.value)
+
+
+def by_the_largest(loss, batch):
+    return loss.scale_weight(jnp.full(batch.shape, 1 / jnp.max(jnp.where(batch.mask, -loss.logprob, 0.0))))
+
+
+def test_the_default_splits_have_signal_in_several_parts():
+    with pytest.raises(AssertionError, match="split"):
+        testing.assert_split_invariant(bad(by_the_largest, writes=("loss.weight",)))
+
+
+def on_demand(loss, batch):
+    return loss.scale_weight(jnp.exp(batch.logprob_proximal - loss.logprob))
+
+
+def on_demand_in_prepare(batch):
+    return batch.scale_weight(1.0 if batch.value is None else jnp.abs(batch.value))
+
+
+def scaled(loss, batch):
+    return loss.scale_weight(jnp.full(batch.shape, 0.5))
+
+
+def changes_the_reward(batch):
+    return batch.scale_weight(0.5).replace(reward=2 * batch.reward)
+
+
+def changes_the_ratio(loss, batch):
+    return loss.replace(weight=0.5 * loss.weight, log_ratio=0.5 * loss.logprob)
+
+
+def nothing(loss, batch):
+    return loss.log("seen", loss.logprob)
+
+
+def rounds(loss, batch):
+    return loss.replace(logprob=jnp.round(loss.logprob, 2))
+
+
+def detaches(loss, batch):
+    return scaled(loss, batch).replace(logprob=jax.lax.stop_gradient(loss.logprob))
+
+
+def flat_ratio(loss, batch):
+    return loss.replace(log_ratio=jnp.round(loss.logprob - batch.logprob_behavior, 2))
+
+
+def concrete(batch):
+    return batch.scale_weight(float(jnp.sum(batch.mask)) / 50)
+
+
+def branches(loss, batch):
+    return scaled(loss, batch) if jnp.sum(loss.logprob) < 0 else loss
+
+
+def whole_numbers(loss, batch):
+    return loss.replace(weight=jnp.ones(batch.shape, int))
+
+
+def plain_metric(loss, batch):
+    return scaled(loss, batch).replace(metrics={**loss.metrics, "half": 0.5})
+
+
+def fails(loss, batch):
+    return loss.scale_weight(loss.entropies)
+
+
+@pytest.mark.parametrize(
+    "apply, prepare, reads, writes, said",
+    [
+        (on_demand, None, (), ("loss.weight",), 'Add "batch.logprob_proximal" to reads'),
+        (None, on_demand_in_prepare, (), ("batch.weight",), 'Add "batch.value" to reads'),
+        (scaled, None, ("batch.logprob_teacher",), ("loss.weight",), "logprob_teacher, and other values"),
+        (scaled, None, ("loss.entropy",), ("loss.weight",), "loss.entropy, and other values"),
+        (None, changes_the_reward, (), ("batch.weight",), 'Add "batch.reward" to writes'),
+        (changes_the_ratio, None, (), ("loss.weight",), 'Add "loss.log_ratio" to writes'),
+        (nothing, None, (), ("loss.weight",), "declares that it writes loss.weight"),
+        (rounds, None, (), ("loss.logprob",), "changes loss.logprob"),
+        (detaches, None, (), ("loss.weight",), "changes loss.logprob"),
+        (flat_ratio, None, (), ("loss.log_ratio",), "signal"),
+        (None, concrete, (), ("batch.weight",), "jit: prepare"),
+        (branches, None, (), ("loss.weight",), "jit: apply"),
+        (
+            whole_numbers,
+            None,
+            (),
+            ("loss.weight",),
+            "apply of broken.*int.*in loss.weight. Return a floating",
+        ),
+        (plain_metric, None, (), ("loss.weight",), "apply of broken.*float in loss.metrics.*loss.log"),
+        (
+            lambda loss, batch: None,
+            None,
+            (),
+            ("loss.weight",),
+            "apply of broken.*NoneType. Return a LossState",
+        ),
+        (None, lambda batch: None, (), ("batch.weight",), "prepare of broken.*NoneType. Return a TokenBatch"),
+        (fails, None, (), ("loss.weight",), "apply of broken.*AttributeError.*entropies"),
+    ],
+)
+def test_what_a_stage_declares_and_returns_is_checked(apply, prepare, reads, writes, said):
+    stage = bad(apply, prepare, reads, writes)
+    with pytest.raises(AssertionError, match=said) as found:
+        testing.check_transform(stage, only=("declarations", "signal", "jit"))
+    assert "broken" in str(found.value)
+
+
+def test_the_checked_laws_are_returned():
+    few = ("split", "jit", "mesh")
+    with_mesh = testing.laws(jrl.reward_entropy(0.1))
+    assert set(few) <= set(with_mesh)
+    checked = testing.check_transform(jrl.reward_entropy(0.1), splits=((4, 4),), mesh=False, only=few)
+    assert checked == ("finite", "jit", "split")
