@@ -283,9 +283,27 @@ def _sft(args: Sft) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
+    if not args.resume:  # a run goes on with the file in its own config
+        _check_data_path(config.data.path)
     from jaxrl_llm.fine_tune import sft
 
     return sft(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+
+
+def _check_data_path(path: str | None) -> None:
+    """Refuses a file that is not there before the imports, which take seconds."""
+    from jaxrl_llm.config import DATA_ROWS
+
+    if path is None:
+        raise InputError(
+            f"data.path: give the JSONL file to train on, one JSON object a line. Rows are {DATA_ROWS}."
+        )
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        raise InputError(f"data file {path} does not exist. Check data.path.") from None
+    except (OSError, ValueError):
+        return  # the reader says more
 
 
 def _run_folder(args: Train | Sft) -> pathlib.Path:

@@ -21,6 +21,7 @@ import yaml
 from jaxrl_llm.errors import InputError, did_you_mean, nearest
 
 __all__ = [
+    "DATA_ROWS",
     "Config",
     "apply_overrides",
     "as_data",
@@ -78,6 +79,12 @@ class TaskSettings:
     system: str | None = None  # system turn of the chat; default: no system turn
     seed: Seed = 0  # of the training items
     max_prompt_tokens: Positive | None = None  # longer prompts are skipped and counted; default: what fits
+
+
+DATA_ROWS = (
+    "{prompt, answer} or {messages} for sft; {prompt, chosen, rejected} for a preference loss or reward_model; "
+    "{prompt, completion, label} or pairs for kto"
+)
 
 
 @_section

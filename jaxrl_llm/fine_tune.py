@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import DATA_ROWS, Config
 from jaxrl_llm.data.preferences import (
     Labelled,
     Pair,
@@ -63,10 +63,6 @@ __all__ = ["RowSource", "SupervisedRun", "evaluate_reward_model", "make_measure"
 Row = Example | Labelled | Pair
 Rendered = tuple[Trajectory, ...]  # one trajectory, or chosen and rejected
 
-_ROWS = (
-    "{prompt, answer} or {messages} for sft; {prompt, chosen, rejected} for a preference loss or reward_model; "
-    "{prompt, completion, label} or pairs for kto"
-)
 _MEASURED = re.compile(r"loss|nll|entropy|divergence_teacher|pair_.*|reward_chosen|reward_rejected")
 # What the loop fills beside the data: a number a token, and lists of tokens.
 _GIVEN = {"logprob_proximal", "logprob_reference", "reference_point", "logprob_teacher"}
@@ -244,7 +240,7 @@ def _read(config: Config, pairs: bool, labels: bool) -> tuple[list[Row], list[Ro
     if data.path is None:
         kind = "pairs of answers" if pairs else "answers"
         raise InputError(
-            f"data.path: give the JSONL file of {kind} to train on, one JSON object a line. Rows are {_ROWS}."
+            f"data.path: give the JSONL file of {kind} to train on, one JSON object a line. Rows are {DATA_ROWS}."
         )
 
     def read(path: str) -> list[Row]:

@@ -78,6 +78,24 @@ def refused(jaxrl, nothing_starts, tmp_path):
 # --------------------------------------------------------------------------------------- help
 
 
+def test_a_data_file_that_is_not_there_is_told_at_once(tmp_path):
+    code = (
+        "import sys\nfrom jaxrl_llm.cli import main\n"
+        "try: main(['sft', sys.argv[1], *sys.argv[2:]])\nexcept SystemExit as end: code = end.code\n"
+        "assert 'grain' not in sys.modules\nraise SystemExit(code)"
+    )
+    config = tmp_path / "c.yaml"
+    config.write_text("steps: 1")
+    for more, message in (
+        ([], "data.path: give the JSONL file to train on"),
+        (["--set", "data.path=nowhere.jsonl"], "data file nowhere.jsonl does not exist"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(config), *more], capture_output=True, text=True
+        )
+        assert done.returncode == 2 and message in done.stderr, done.stderr
+
+
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
