@@ -134,6 +134,8 @@ class Objectives:
     overrides: _Overrides = ()
     """With show: an argument of the recipe or stage, for example --set clip_high=0.3; may be repeated. As for train,
     --set objective.clip_high=0.3 is the same."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,10 +364,6 @@ def _eval(args: Eval) -> int:
     from jaxrl_llm.diagnostics.display import evaluation_table
 
     policy = f"step {result['version']} of {args.snapshot}" if args.snapshot else config.model.source
-    if any(key.endswith("/pair_accuracy") for key in result):  # of a reward model
-        figures = {key: value for key, value in result.items() if key.startswith("eval/")}
-        print("\n".join([policy, *(f"{key}  {value:.4g}" for key, value in figures.items())]))
-        return 0
     print(f"{policy}\n{evaluation_table(result)}")
     return 0
 
@@ -402,13 +400,18 @@ def _objectives(args: Objectives) -> int:
             "say which objective: jaxrl objectives show NAME; or jaxrl objectives, for the list."
         )
     if args.what == "list":
-        print(explain.list_objectives())
+        if args.json:
+            _print(explain.objectives_as_data(), True)
+        else:
+            print(explain.list_objectives())
     else:
         spec = {"objective": {"recipe": args.name}}
         spec = apply_overrides(
             spec, [f"objective.{item.removeprefix('objective.')}" for item in args.overrides]
         )["objective"]
-        print(explain.derivation(spec.pop("recipe"), spec))
+        name = spec.pop("recipe")
+        text = explain.derivation(name, spec)
+        _print({"name": name, "arguments": spec, "derivation": text}, True) if args.json else print(text)
     return 0
 
 

@@ -27,7 +27,14 @@ from jaxrl_llm.transforms import LossTransform
 from jaxrl_llm.transforms.preference import takes_labels, takes_pairs
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
-__all__ = ["WEIGHT_LENGTHS", "WEIGHT_RATES", "derivation", "list_objectives", "token_weights"]
+__all__ = [
+    "WEIGHT_LENGTHS",
+    "WEIGHT_RATES",
+    "derivation",
+    "list_objectives",
+    "objectives_as_data",
+    "token_weights",
+]
 
 WEIGHT_LENGTHS = (8, 32, 128)  # trained tokens of an answer
 WEIGHT_RATES = (1, 4, 7)  # right answers of a group of 8
@@ -128,6 +135,32 @@ def list_objectives() -> str:
         if reads and not callable(reads):
             lines.append(f"    reads: {', '.join(reads)}")
     return "\n".join(lines)
+
+
+def objectives_as_data() -> dict[str, Any]:
+    """`list_objectives` as JSON values: {"recipes": {name: …}, "stages": {name: …}}.
+
+    Of each: doc; arguments, {name: default}, without those that are required; required, their names. Of a recipe also
+    reads, the on-demand fields (with example arguments).
+    """
+
+    def described(factory: Callable[..., Any]) -> dict[str, Any]:
+        parameters = inspect.signature(factory).parameters.values()
+        given = {p.name: p.default for p in parameters if p.default is not p.empty}
+        plain = {k: v if isinstance(v, str | int | float | None) else str(v) for k, v in given.items()}
+        return {
+            "doc": inspect.getdoc(factory) or "",
+            "arguments": plain,
+            "required": required_arguments(factory),
+        }
+
+    return {
+        "recipes": {
+            name: described(factory) | {"reads": sorted(_keys(factory(**example_arguments(factory))))}
+            for name, factory in sorted(recipes.RECIPES.items())
+        },
+        "stages": {name: described(factory) for name, factory in sorted(transforms.STAGES.items())},
+    }
 
 
 def _example(rates: tuple[int, ...], lengths: tuple[int, ...]) -> TokenBatch:

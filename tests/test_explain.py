@@ -1,6 +1,7 @@
 """What `jaxrl objectives` says about recipes and stages."""
 
 import inspect
+import json
 
 import pytest
 
@@ -150,3 +151,11 @@ def test_the_command(capsys):
     for wrong in (("show",), ("list", "dapo"), ("show", "dapo", "--set", "clip=1"), ("show", "dopa")):
         code, out, err = jaxrl(capsys, "objectives", *wrong)
         assert code == 2 and not out and err.startswith("jaxrl: ") and "Traceback" not in err
+
+
+def test_the_list_as_data_is_json():
+    data = json.loads(json.dumps(explain.objectives_as_data(), allow_nan=False))
+    assert set(data) == {"recipes", "stages"} and set(data["recipes"]) == set(recipes.RECIPES)
+    assert data["recipes"]["dr_grpo"]["required"] == ["limit"]
+    assert data["recipes"]["dapo"]["arguments"]["clip_high"] == 0.28
+    assert data["recipes"]["grpo"]["reads"] == [] and "batch.value" in data["recipes"]["ppo"]["reads"]
