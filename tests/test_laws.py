@@ -79,6 +79,10 @@ STAGES = {
         jrl.mask_outlier_sequences(0.5, 1.8),
         jrl.mask_outlier_sequences(0.5, 1.8, renormalize=True),
     ],
+    "mask_divergent_sequences": [
+        jrl.mask_divergent_sequences(0.01),
+        jrl.mask_divergent_sequences(0.05, "k2", "sum", renormalize=True),
+    ],
     "mask_second_moment": [
         jrl.mask_second_moment(limit=0.04),
         jrl.mask_second_moment(limit=0.04, renormalize=False),
@@ -301,6 +305,7 @@ CHAINS = {
     "second pass saved": jrl.chain(
         jrl.group_advantage(),
         jrl.mask_outlier_sequences(0.5, 1.8),
+        jrl.mask_divergent_sequences(0.01),
         jrl.mask_second_moment(limit=0.04),
         jrl.decay_stale(rate=0.5),
         jrl.normalize_by_token(),

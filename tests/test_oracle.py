@@ -96,8 +96,8 @@ LATER_CONFIGURATIONS = {
     "sequence, position and version",
     "PPO mask of another policy": "refused: an ablation of DPPO's authors, that masks by one ratio (to the learner) what it "
     "weighs by another (to the sampler)",
-    "spread within a sequence": "refused: a bound on the sum or the mean of k2 or k3 over a sequence cannot be told in ratios. "
-    "Its mean log-ratio is bounded by `mask_importance`, its largest by `mask_outlier_sequences`",
+    "k3 the other way round": "refused: AReaL's k3 of a sequence estimates KL(proximal ‖ behavior) on samples of behavior, "
+    "where it is no unbiased estimate",
     "mass outside the top k": "refused: NeMo adds 100 times the student's mass outside the top k: no divergence; ours counts "
     "it as one entry",
     "Huber beyond its bend": "refused: AReaL's option is linear above an error of 10, which rewards of [-1, 1] never have",
@@ -1250,7 +1250,9 @@ def verl_rejection(option, threshold):
             return jrl.mask_importance(low, high, reweight=False, renormalize=True, name=option)
         if level == "seq_max":
             return jrl.mask_outlier_sequences(low, high, renormalize=True)
-        raise Later("spread within a sequence")
+        return jrl.mask_divergent_sequences(
+            float(threshold), kind, level.removeprefix("seq_"), renormalize=True
+        )
     levels = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
     low, high = bounds(threshold)
     # A hair wider: theirs compares logarithms, ours ratios.
@@ -1537,8 +1539,13 @@ def areal_policy(case):
             corrections = [jrl.mask_importance(low, high)]
         elif r["agg"] == "max":
             corrections = [jrl.truncate_importance(math.inf), jrl.mask_outlier_sequences(low, high)]
+        elif r["metric"] == "kl_k2":
+            corrections = [
+                jrl.truncate_importance(math.inf),
+                jrl.mask_divergent_sequences(r["upper"], "k2", r["agg"]),
+            ]
         else:
-            raise Later("spread within a sequence")
+            raise Later("k3 the other way round")
     elif r["level"] == "token":
         if r["action"] == "clamp":
             corrections = [jrl.truncate_importance(r["upper"], floor=r["lower"] or 0.0)]

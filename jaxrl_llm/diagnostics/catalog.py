@@ -77,6 +77,8 @@ METRICS: dict[str, str] = {
     "policy/stale": "fraction of trained tokens that were dropped as too old",
     "policy/stale_weight": "mean weight that the age of a trained token leaves it",
     "policy/offpolicy_masked": "fraction of trained tokens in bad answers that the policy has moved away from, masked",
+    "policy/divergent_masked": "fraction of trained tokens in sequences whose divergence from the sampler's policy is too large",
+    "policy/sequence_divergence": "estimated KL of a sequence between the sampler's and the proximal policy (nats), mean or sum",
     "policy/outlier_masked": "fraction of trained tokens in sequences that hold an outlier of the importance weight",
     "policy/mismatch_moment": "mean square of log behavior - log proximal over the counted tokens, before the mask",
     "policy/mismatch_moment_masked": "fraction of the counted tokens that the second-moment mask removed",

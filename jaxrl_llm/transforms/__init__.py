@@ -72,6 +72,7 @@ from jaxrl_llm.transforms.ratio import (
     token_ratio,
 )
 from jaxrl_llm.transforms.rejection import (
+    mask_divergent_sequences,
     mask_negative_offpolicy,
     mask_outlier_sequences,
     mask_second_moment,
@@ -139,6 +140,7 @@ __all__ = [
     "length_weighted_advantage",
     "logistic_preference",
     "loss",
+    "mask_divergent_sequences",
     "mask_importance",
     "mask_negative_offpolicy",
     "mask_outlier_sequences",

@@ -110,7 +110,8 @@ def mask_importance(
     """
     checks.number("mask_importance", "low", low, low=0.0, optional=True)
     checks.number("mask_importance", "high", high, positive=True, optional=True)
-    if low is not None and high is not None and low > high:
+    bounds = [x for x in (low, high) if x is not None and not isinstance(x, jax.core.Tracer)]
+    if len(bounds) == 2 and bounds[0] > bounds[1]:
         raise ValueError(f"mask_importance: low={low} is above high={high}, so that no token would be left.")
     checks.choice("mask_importance", "level", level, tuple(WEIGHTS))
     own = "token" if level == "geometric" else level

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxrl_llm.losses import corrections
+from jaxrl_llm.losses import corrections, divergences
 from jaxrl_llm.losses.ratios import token_log_ratio
+from jaxrl_llm.ops.numerics import keep
+from jaxrl_llm.ops.segments import sequence_mean, sequence_sum
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.base import stage
 from jaxrl_llm.transforms.correction import MISMATCH, kept_or_counted, mismatch, reject
 from jaxrl_llm.transforms.dataflow import require
 
-__all__ = ["mask_negative_offpolicy", "mask_outlier_sequences", "mask_second_moment"]
+__all__ = [
+    "mask_divergent_sequences",
+    "mask_negative_offpolicy",
+    "mask_outlier_sequences",
+    "mask_second_moment",
+]
 
 
 @stage(
@@ -63,6 +70,33 @@ def mask_outlier_sequences(low: float | None = 1e-4, high: float | None = 100.0,
         dropped = corrections.outlier_sequences(weight, batch.sequence, batch.mask, low, high)
         batch = batch.log("outlier_masked", dropped.astype(weight.dtype))
         return reject(batch, ~dropped, renormalize)
+
+    return prepare
+
+
+@stage(reads=MISMATCH, writes=kept_or_counted)
+def mask_divergent_sequences(
+    limit: float, estimator: str = "k3", reduce: str = "mean", renormalize: bool = False
+):
+    """Drops every sequence whose estimated KL(behavior ‖ proximal) is above `limit` nats (inclusive: at it, it stays).
+
+    k_t of x = log behavior - log proximal: x²/2 (k2) or e^-x - 1 + x (k3), which are never negative, so that the
+    errors of two tokens do not cancel as they do in a mean log-ratio; their mean over the trained tokens of the
+    sequence ("mean"), or their sum ("sum"), which long sequences reach sooner. verl's seq_mean_k2, seq_mean_k3,
+    seq_sum_k2 and seq_sum_k3 rejections, where dropped sequences leave the denominator (renormalize=True); AReaL's
+    kl_k2. Neither has a default of limit, nor has this. Metrics: `divergent_masked`, `sequence_divergence`.
+    """
+    checks.number("mask_divergent_sequences", "limit", limit, low=0.0)
+    checks.choice("mask_divergent_sequences", "estimator", estimator, ("k2", "k3"))
+    checks.choice("mask_divergent_sequences", "reduce", reduce, ("mean", "sum"))
+    of_token = {"k2": divergences.k2, "k3": divergences.k3}[estimator]
+    pooled = {"mean": sequence_mean, "sum": lambda k, ids, mask: sequence_sum(keep(mask, k), ids)}[reduce]
+
+    def prepare(batch):
+        size = pooled(of_token(-mismatch("mask_divergent_sequences", batch)), batch.sequence, batch.mask)
+        kept = size <= limit
+        batch = batch.log("sequence_divergence", jnp.where(jnp.isfinite(size), size, 0.0))
+        return reject(batch.log("divergent_masked", 1.0 - kept.astype(size.dtype)), kept, renormalize)
 
     return prepare
 

@@ -226,3 +226,46 @@ def test_prime_rl_in_numpy():
     expected = (kept * -advantage * np.exp(d) + 0.02 * d) * MASK / MASK.sum()
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7)
     assert 0 < kept[MASK].sum() < MASK.sum()
+
+
+class TestDivergentSequences:
+    # log proximal - log behavior; the first sequence trains two tokens, the second two (see MASK).
+    Q = np.where(MASK, np.array([[9.0, 0.1, 0.6, -0.4], [9.0, -0.3, 0.2, 9.0], [9.0] * 4]), 9.0)
+
+    @pytest.mark.parametrize("estimator", ["k2", "k3"])
+    @pytest.mark.parametrize("reduce", ["mean", "sum"])
+    def test_by_hand(self, estimator, reduce):
+        k = {"k2": self.Q**2 / 2, "k3": np.exp(self.Q) - 1 - self.Q}[estimator]  # KL(behavior ‖ proximal)
+        sizes = [float(getattr(k[row][MASK[row]], reduce)()) for row in (0, 1)]
+        batch = batch_of(logprob_proximal=self.Q)
+        for limit, kept in ((min(sizes) * 0.99, 0), (min(sizes) * 1.01, 1), (max(sizes) * 1.01, 2)):
+            done = prepare(jrl.mask_divergent_sequences(limit, estimator, reduce), batch)
+            weights = np.asarray(done.weight)
+            assert [bool(weights[row][MASK[row]].all()) for row in (0, 1)].count(True) == kept
+            assert float(jnp.sum(done.count)) == 5
+        alone = prepare(
+            jrl.mask_divergent_sequences(min(sizes) * 1.01, estimator, reduce, renormalize=True), batch
+        )
+        assert float(jnp.sum(alone.count)) == MASK[int(np.argmin(sizes))].sum()
+
+    def test_opposite_errors_do_not_cancel(self):
+        q = np.where(MASK, np.array([[0, 1.0, -1.0, 0], [0] * 4, [0] * 4]), 0.0)
+        batch = batch_of(logprob_proximal=q)
+        assert (
+            np.asarray(prepare(jrl.mask_importance(0.9, 1.1, "geometric", reweight=False), batch).weight)[
+                0, 1
+            ]
+            == 1
+        )
+        assert np.asarray(prepare(jrl.mask_divergent_sequences(0.1, "k2"), batch).weight)[0, 1] == 0
+
+    def test_a_token_without_a_ratio_drops_its_sequence(self):
+        q = np.zeros(MASK.shape)
+        q[1, 1] = np.nan
+        weight = np.asarray(prepare(jrl.mask_divergent_sequences(0.5), batch_of(logprob_proximal=q)).weight)
+        assert weight[1, 1:3].tolist() == [0, 0] and weight[0, 1] == 1
+
+    def test_arguments(self):
+        for bad in ({"limit": -1.0}, {"limit": 0.1, "estimator": "k1"}, {"limit": 0.1, "reduce": "max"}):
+            with pytest.raises(ValueError, match="mask_divergent_sequences: "):
+                jrl.mask_divergent_sequences(**bad)
