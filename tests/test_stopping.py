@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import time
 import threading
 
 import pytest
@@ -34,6 +35,7 @@ def ask(*numbers):
     """Sends signals to this process, as Ctrl-C or a batch system would."""
     for number in numbers:
         os.kill(os.getpid(), number)
+        time.sleep(0.2)  # the kernel may tell another thread first; the handler runs in this one
 
 
 @pytest.mark.parametrize(
