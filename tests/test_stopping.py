@@ -3,8 +3,8 @@
 import os
 import pathlib
 import signal
-import time
 import threading
+import time
 
 import pytest
 
