@@ -5,6 +5,8 @@ import pathlib
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of JAX's CPU client, see `runtime.virtual_devices_need_threads`.
+os.environ.setdefault("NPROC", "32")
 
 import jax
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_ro
 from jaxrl_llm.learner.update import Metrics, UpdateStep, figure, merge_extremes, ratio_extremes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.logprobs import Entropy, default_chunk, head_logprobs
 from jaxrl_llm.ops.numerics import keep, quotient
 from jaxrl_llm.parallel.mesh import batch_shards
@@ -54,41 +55,18 @@ Features = Callable[[Any, TokenBatch], tuple[Array, Array]]
 # ------------------------------------------------------------------------- softmaxes, chunk by chunk
 
 
-class _Chunks(NamedTuple):
-    """How the positions of a batch are cut: within a row block the active ones first, then into chunks."""
-
-    shape: tuple[int, int]  # (B, T)
-    order: Array  # i32[R, M], the position at each place
-    inverse: Array  # i32[R, M], the place of each position
-    size: int  # C
-
-    @classmethod
-    def of(cls, active: Array, vocabulary: int, chunk: int | None, blocks: int) -> _Chunks:
-        B, T = active.shape
-        chunk = default_chunk(vocabulary) if chunk is None else chunk
-        if B % blocks:
-            raise ValueError(f"{B} rows do not divide into {blocks} blocks; pad the rows.")
-        order = jnp.argsort(~active.reshape(blocks, -1), axis=1, stable=True)
-        size = max(1, min(chunk // blocks, order.shape[1]))
-        return cls((B, T), order, jnp.argsort(order, axis=1, stable=True), size)
-
-    def cut(self, x: Array) -> Array:
-        """[B, T, …] -> [chunks, R, C, …]; the last chunk is filled up with zeros."""
-        R, M = self.order.shape
-        x = _take(x.reshape(R, M, *x.shape[2:]), self.order)
-        x = jnp.pad(x, ((0, 0), (0, -M % self.size), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(R, -1, self.size, *x.shape[2:]), 1, 0)
-
-    def join(self, x: Array) -> Array:
-        """[chunks, R, C, …] -> [B, T, …]."""
-        R, M = self.order.shape
-        x = jnp.moveaxis(x, 0, 1)
-        x = x.reshape(R, -1, *x.shape[3:])[:, :M]
-        return _take(x, self.inverse).reshape(*self.shape, *x.shape[2:])
+def _chunks(active: Array, vocabulary: int, chunk: int | None, blocks: int) -> Chunks:
+    if active.shape[0] % blocks:
+        raise ValueError(f"{active.shape[0]} rows do not divide into {blocks} blocks; pad the rows.")
+    active = active.reshape(blocks, -1)
+    chunk = default_chunk(vocabulary) if chunk is None else chunk
+    return Chunks.of(active, max(1, min(chunk // blocks, active.shape[1])))
 
 
-def _take(x: Array, index: Array) -> Array:
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+def _cut(chunks: Chunks, *arrays: Array) -> tuple[Array, ...]:
+    """[B, T, …] -> [chunks, R, C, …]."""
+    R, M = chunks.order.shape
+    return chunks.cut(tuple(x.reshape(R, M, *x.shape[2:]) for x in arrays))
 
 
 def _scores(x_RCD: Array, w_DV: Array, dtype: str) -> Array:
@@ -116,22 +94,17 @@ def head_kl(
       chunk: positions whose logits exist at the same time; default: about 128 MB of them.
       blocks: shards of the rows.
     """
-    cuts = _Chunks.of(active, start[1].shape[1], chunk, blocks)
+    chunks = _chunks(active, start[1].shape[1], chunk, blocks)
     inverse = keep(active, 1.0 / jnp.where(active, temperature, 1.0))
 
-    def compute(x, y, tau):
+    def compute(_, part):
+        x, y, tau = part
         p = jax.nn.log_softmax(_scores(x, start[1], dtype) * tau[..., None])
         q = jax.nn.log_softmax(_scores(y, end[1], dtype) * tau[..., None])
-        return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+        return None, jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
-    def skip(x, y, tau):
-        return jnp.zeros(tau.shape, jnp.promote_types(dtype, jnp.float32))
-
-    def body(_, at):
-        return None, jax.lax.cond(jnp.any(at[-1] != 0), compute, skip, *at)
-
-    inputs = [cuts.cut(keep(active[..., None], h)) for h in (start[0], end[0])]
-    return keep(active, cuts.join(jax.lax.scan(body, None, (*inputs, cuts.cut(inverse)))[1]))
+    inputs = _cut(chunks, *(keep(active[..., None], h) for h in (start[0], end[0])), inverse)
+    return keep(active, chunks.join(chunks.fold(compute, None, inputs)[1]).reshape(active.shape))
 
 
 def head_fisher(
@@ -155,28 +128,24 @@ def head_fisher(
     """
     active = weight != 0
     (h, w), (dh, dw) = at, change
-    cuts = _Chunks.of(active, w.shape[1], chunk, blocks)
+    chunks = _chunks(active, w.shape[1], chunk, blocks)
     inverse = keep(active, 1.0 / jnp.where(active, temperature, 1.0))
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    def compute(out_w, x, dx, tau, share):
+    def compute(out_RDV, part):
+        x, dx, tau, share = part
         p = jax.nn.softmax(_scores(x, w, dtype) * tau[..., None])
         dz = (_scores(dx, w, dtype) + _scores(x, dw, dtype)) * tau[..., None]
         u = p * (dz - jnp.sum(p * dz, axis=-1, keepdims=True)) * (share * tau)[..., None]
         u = u.astype(dtype)
         out_x = jnp.einsum("rcv,dv->rcd", u, w.astype(dtype), preferred_element_type=wide)
-        return out_w + jnp.einsum("rcd,rcv->dv", x.astype(dtype), u, preferred_element_type=wide), out_x
+        return out_RDV + jnp.einsum("rcd,rcv->rdv", x.astype(dtype), u, preferred_element_type=wide), out_x
 
-    def skip(out_w, x, dx, tau, share):
-        return out_w, jnp.zeros(x.shape, wide)
-
-    def body(out_w, part):
-        return jax.lax.cond(jnp.any(part[-1] != 0), compute, skip, out_w, *part)
-
-    inputs = [cuts.cut(keep(active[..., None], x)) for x in (h, dh)]
-    inputs += [cuts.cut(x.astype(wide)) for x in (inverse, weight)]
-    out_w, out_h = jax.lax.scan(body, jnp.zeros(w.shape, wide), tuple(inputs))
-    return cuts.join(out_h).astype(h.dtype), out_w.astype(w.dtype)
+    inputs = _cut(
+        chunks, *(keep(active[..., None], x) for x in (h, dh)), inverse.astype(wide), weight.astype(wide)
+    )
+    out_RDV, out_h = chunks.fold(compute, jnp.zeros((blocks, *w.shape), wide), inputs)
+    return chunks.join(out_h).reshape(h.shape).astype(h.dtype), jnp.sum(out_RDV, axis=0).astype(w.dtype)
 
 
 def fisher_product(

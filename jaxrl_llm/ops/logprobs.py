@@ -28,6 +28,7 @@ from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
@@ -116,39 +117,6 @@ def _lse_and_entropy(logits_RCV: Array) -> tuple[Array, Array]:
     return top[..., 0] + jnp.log(s), jnp.log(s) - u / s
 
 
-def _chunked(x: Array, chunks: int) -> Array:
-    """[R, M, ...] -> [chunks, R, C, ...]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
-
-
-def _unchunked(x: Array) -> Array:
-    """[chunks, R, C, ...] -> [R, M, ...]."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _ordered(active_RM: Array) -> tuple[Array, Array]:
-    """(order, inverse) i32[R, M]: the permutation that puts active positions first, stably."""
-    order = jnp.argsort(~active_RM, axis=1, stable=True)
-    return order, jnp.argsort(order, axis=1, stable=True)
-
-
-def _take(x: Array, index_RM: Array) -> Array:
-    """x [R, M, ...] permuted along M."""
-    return jnp.take_along_axis(x, index_RM.reshape(*index_RM.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-def _cut(fields: tuple[Any, ...], order: Array, chunks: int) -> tuple[Any, ...]:
-    """Fields [R, M, ...] in the order given, as [chunks, R, C, ...]; None stays None."""
-    return jax.tree.map(lambda x: _chunked(_take(x, order), chunks), fields)
-
-
-def _starts(active_RM: Array, chunks: int) -> tuple[Array, Array]:
-    """First position of each chunk, and the number of positions that the fullest block needs."""
-    C = active_RM.shape[1] // chunks
-    return jnp.arange(chunks, dtype=jnp.int32) * C, jnp.max(jnp.sum(active_RM, axis=1, dtype=jnp.int32))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head(
     plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV
@@ -166,13 +134,12 @@ def _teacher_logprobs(plan: _HeadPlan, y_RCE: Array, v_EV: Array, temperature_RC
 
 
 def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV):
-    chunks = h_RMD.shape[1] // plan.chunk
-    order, inverse = _ordered(active_RM)
-    starts, needed = _starts(active_RM, chunks)
+    chunks = Chunks.of(active_RM, plan.chunk)
     w = w_DV.astype(plan.dtype)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
-    def compute(x_RCD, target_RC, temperature_RC, listed, y_RCE):
+    def compute(_, chunk):
+        x_RCD, target_RC, temperature_RC, listed, y_RCE = chunk
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
         if plan.entropy:
@@ -190,25 +157,12 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
         elif plan.find:
             values, ids = jax.lax.top_k(logits, plan.find)
             lists = values - lse[..., None], ids
-        return chosen - lse, lse, entropy, divergence, *lists
+        return None, (chosen - lse, lse, entropy, divergence, *lists)
 
-    def skip(x_RCD, target_RC, temperature_RC, listed, y_RCE):
-        zero = jnp.zeros(target_RC.shape, wide)
-        lists: tuple[Array, ...] = ()
-        if listed is not None:
-            lists = (jnp.zeros(listed.shape, wide),)
-        elif plan.find:
-            shape = (*target_RC.shape, plan.find)
-            lists = jnp.zeros(shape, wide), jnp.zeros(shape, jnp.int32)
-        return zero, zero, zero, zero, *lists
-
-    def body(_, chunk):
-        start, *args = chunk
-        return None, jax.lax.cond(start < needed, compute, skip, *args)
-
-    inputs = _cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME), order, chunks)
-    _, outputs = jax.lax.scan(body, None, (starts, *inputs))
-    logprob, lse, entropy, divergence, *lists = (_take(_unchunked(x), inverse) for x in outputs)
+    _, outputs = chunks.fold(
+        compute, None, chunks.cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME))
+    )
+    logprob, lse, entropy, divergence, *lists = chunks.join(outputs)
     logprob, entropy, divergence = (jnp.where(active_RM, x, 0.0) for x in (logprob, entropy, divergence))
     lists = [jnp.where(active_RM[..., None], x, jnp.zeros((), x.dtype)) for x in lists]
     topk_logprob, topk_ids = [*lists, None, None][:2]
@@ -225,16 +179,13 @@ def _head_backward(plan, residuals, cotangents):
         d_listed = jnp.where(active_RM[..., None], cotangents.topk_logprob, 0.0)
     if plan.divergence is not None:
         d_divergence = jnp.where(active_RM, cotangents.divergence, 0.0)
-    chunks = h_RMD.shape[1] // plan.chunk
-    order, inverse = _ordered(active_RM)
-    starts, needed = _starts(active_RM, chunks)
+    chunks = Chunks.of(active_RM, plan.chunk)
     w = w_DV.astype(plan.dtype)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
-    def compute(
-        dw_DV, x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, y_RCE, dd_RC
-    ):
+    def compute(dw_RDV, chunk):
+        x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, y_RCE, dd_RC = chunk
         x = x_RCD.astype(plan.dtype)
         logp = _logits(x, w, temperature_RC) - lse_RC[..., None]
         probs = jnp.exp(logp)
@@ -254,21 +205,14 @@ def _head_backward(plan, residuals, cotangents):
             dz = dz + dd_RC[..., None] * plan.divergence.slope(logp, teacher)
         dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
         dx_RCD = jnp.einsum("rcv,dv->rcd", dz, w, preferred_element_type=wide)
-        dw_DV = dw_DV + jnp.einsum("rcd,rcv->dv", x, dz, preferred_element_type=wide)
-        return dw_DV, dx_RCD
-
-    def skip(dw_DV, x_RCD, *_):
-        return dw_DV, jnp.zeros(x_RCD.shape, wide)
-
-    def body(dw_DV, chunk):
-        start, *args = chunk
-        return jax.lax.cond(start < needed, compute, skip, dw_DV, *args)
+        return dw_RDV + jnp.einsum("rcd,rcv->rdv", x, dz, preferred_element_type=wide), dx_RCD
 
     fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, listed_RMK, d_listed)
-    inputs = _cut((*fields, y_RME, d_divergence), order, chunks)
-    dw_DV, dx = jax.lax.scan(body, jnp.zeros(w_DV.shape, wide), (starts, *inputs))
-    dh_RMD = _take(_unchunked(dx), inverse).astype(h_RMD.dtype)
-    return dh_RMD, dw_DV.astype(w_DV.dtype), None, None, None, None, None, None
+    # Each row block sums its own: the shards of a mesh add theirs once, and not in every chunk.
+    zeros = jnp.zeros((h_RMD.shape[0], *w_DV.shape), wide)
+    dw_RDV, dx = chunks.fold(compute, zeros, chunks.cut((*fields, y_RME, d_divergence)))
+    dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
+    return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
