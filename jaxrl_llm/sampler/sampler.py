@@ -255,6 +255,7 @@ class _Run:
             min_p=sampling.min_p,
         )
         self._greedy_row = RowSampling.uniform(1, temperature=0.0)
+        self._support = sampling.support_width(V)
 
         tokens = [np.asarray(p.tokens, np.int32) for p in prompts]
         prefixes = distinct_prefixes(tokens)
@@ -451,6 +452,7 @@ class _Run:
             truncate=sampling.truncated_support,
             raw=sampling.raw_logprobs,
             top=sampling.top_logprobs,
+            support=self._support,
         )
         now = time.perf_counter()
         stats.decode_seconds += now - began
@@ -483,6 +485,9 @@ class _Run:
             if result.top_ids is not None:
                 row.top_ids.append(result.top_ids[t, row.slot])
                 row.top_logprobs.append(result.top_logprobs[t, row.slot])
+            if result.support_ids is not None:
+                row.support_ids.append(result.support_ids[t, row.slot])
+                row.support_cut.append(bool(result.support_cut[t, row.slot]))
             found = self._stops is not None and self._stops.push(row.text, token)
             if len(row.tokens) > self._sampling.min_tokens:
                 if token in self._stop_ids:
@@ -519,6 +524,8 @@ class _Run:
             raw_logprobs=np.array(row.raw_logprobs, np.float32) if self._sampling.raw_logprobs else None,
             top_ids=np.array(row.top_ids, np.int32).reshape(N, K) if K else None,
             top_logprobs=np.array(row.top_logprobs, np.float32).reshape(N, K) if K else None,
+            support_ids=np.array(row.support_ids, np.int32).reshape(N, self._support) if self._support else None,
+            support_cut=np.array(row.support_cut, bool) if self._support else None,
             text=text,
             timings={"queued": row.started, "sampled": row.ended - row.started},
         )

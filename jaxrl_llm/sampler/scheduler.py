@@ -57,6 +57,8 @@ class Row:
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)  # i32[K] each
     top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # f32[K] each
+    support_ids: list[np.ndarray] = dataclasses.field(default_factory=list)  # i32[K] each
+    support_cut: list[bool] = dataclasses.field(default_factory=list)
     text: bytearray = dataclasses.field(default_factory=bytearray)  # of the sampled tokens, for stop strings
     own: list[int] = dataclasses.field(default_factory=list)  # pages after the shared ones
     saved: Any = None  # (k, v) of `own` in host memory while preempted, or None
