@@ -214,14 +214,20 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/no_signal_groups": float(sum(not is_informative(group) for group in groups.values())),
     }
     metrics |= {f"completion/stop_{stop.value}": stops[stop] / number for stop in StopReason}
-    drawn = [(t.support_ids[t.mask], t.support_cut[t.mask]) for t in trajectories if t.support_ids is not None]
-    if drawn:
-        sizes = np.concatenate([(ids >= 0).sum(axis=1) for ids, _ in drawn])
-        cut = np.concatenate([cut for _, cut in drawn])
-        sized = sizes > 0
+    sizes = [(t.support_ids[t.mask] >= 0).sum(axis=1) for t in trajectories if t.support_ids is not None]
+    if sizes:
+        cut = [
+            np.zeros(len(t.mask), bool)[t.mask] if t.support_cut is None else t.support_cut[t.mask]
+            for t in trajectories
+            if t.support_ids is not None
+        ]
+        size = np.concatenate(sizes)
+        truncated = size > 0
         metrics |= {
-            "completion/support_size": float(sizes[sized].mean()) if sized.any() else 0.0,
-            "completion/support_cut": float(cut[sized].mean()) if sized.any() else 0.0,
+            "completion/support_size": float(size[truncated].mean()) if truncated.any() else 0.0,
+            "completion/support_cut": float(np.concatenate(cut)[truncated].mean())
+            if truncated.any()
+            else 0.0,
         }
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:

@@ -524,7 +524,9 @@ class _Run:
             raw_logprobs=np.array(row.raw_logprobs, np.float32) if self._sampling.raw_logprobs else None,
             top_ids=np.array(row.top_ids, np.int32).reshape(N, K) if K else None,
             top_logprobs=np.array(row.top_logprobs, np.float32).reshape(N, K) if K else None,
-            support_ids=np.array(row.support_ids, np.int32).reshape(N, self._support) if self._support else None,
+            support_ids=np.array(row.support_ids, np.int32).reshape(N, self._support)
+            if self._support
+            else None,
             support_cut=np.array(row.support_cut, bool) if self._support else None,
             text=text,
             timings={"queued": row.started, "sampled": row.ended - row.started},

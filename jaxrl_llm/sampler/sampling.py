@@ -271,9 +271,7 @@ def draw(
     )
 
 
-def kept_tokens(
-    logits: Array, rows: RowSampling, forbidden: Array | None = None, support: int = 0
-) -> Array:
+def kept_tokens(logits: Array, rows: RowSampling, forbidden: Array | None = None, support: int = 0) -> Array:
     """bool[B, V]: the support of the distribution that `draw` samples from (of greedy rows: everything).
 
     Sorts the vocabulary; for tests, and for whoever needs the support of another policy.

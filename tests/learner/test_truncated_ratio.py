@@ -11,7 +11,13 @@ import pytest
 from jaxrl_llm import recipes
 from jaxrl_llm.learner.critic import init_value_head, value_policy
 from jaxrl_llm.learner.rows import pad_rows
-from jaxrl_llm.learner.score import fill_logprobs, make_score, make_score_lists, make_score_teacher, teacher_needs
+from jaxrl_llm.learner.score import (
+    fill_logprobs,
+    make_score,
+    make_score_lists,
+    make_score_teacher,
+    teacher_needs,
+)
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import make_prepare, make_update_step
@@ -108,7 +114,9 @@ def run_update(mesh, rows, batch):
     batch = fill_logprobs(batch, state, score, {"logprob_proximal"})
     prepared, objective_state = make_prepare(objective, mesh)(batch, state.objective_state)
     state = dataclasses.replace(state, objective_state=objective_state)
-    state, metrics = make_update_step(objective, TINY, optimizer, mesh, micro_batch_rows=rows)(state, prepared)
+    state, metrics = make_update_step(objective, TINY, optimizer, mesh, micro_batch_rows=rows)(
+        state, prepared
+    )
     figures = {name: float(mean.value) for name, mean in metrics.items()}
     return figures, np.asarray(batch.logprob_proximal), jax.tree.map(np.asarray, state.params)
 

@@ -1,5 +1,7 @@
 """Log-probs over the tokens that one was drawn from: hand numbers, the dense formula in f64, finite differences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +81,8 @@ def chunked(c, h, w, *, dtype="float64", chunk=7, blocks=1, lists=True, taught=T
 
 
 def weighted(c, outputs):
-    return sum(jnp.sum(x * d) for x, d in zip(outputs, c["cotangents"], strict=True) if x is not None)
+    pairs = zip(outputs, c["cotangents"], strict=True)
+    return sum(jnp.sum(x * d) for x, d in pairs if x is not None)
 
 
 def test_hand_numbers():
@@ -95,8 +98,8 @@ def test_hand_numbers():
             )
             return jnp.sum(out.entropy if entropy else out.logprob), out
 
-        slope, out = jax.grad(lambda h: run(h, False), has_aux=True)(h)
-        spread = jax.grad(lambda h: run(h, True)[0])(h)
+        slope, out = jax.jit(jax.grad(lambda h: run(h, False), has_aux=True))(h)
+        spread = jax.jit(jax.grad(lambda h: run(h, True)[0]))(h)
         np.testing.assert_allclose(out.logprob, np.log([[1 / 3, 1 / 4, 1.0]]), atol=1e-14)
         two = -(2 * np.log(2 / 3) + np.log(1 / 3)) / 3
         np.testing.assert_allclose(out.entropy, [[two, 1.75 * np.log(2), 0.0]], atol=1e-14)
@@ -104,15 +107,13 @@ def test_hand_numbers():
             slope, [[[-2 / 3, 2 / 3, 0, 0], [-0.5, 0.75, -0.125, -0.125], [0, 0, 0, 0]]], atol=1e-14
         )
         # dH / dz_j = -p_j (log p_j + H) = -(2/3) (1/3) log 2 and its opposite
-        np.testing.assert_allclose(
-            spread[0, 0], [-2 / 9 * np.log(2), 2 / 9 * np.log(2), 0, 0], atol=1e-14
-        )
+        np.testing.assert_allclose(spread[0, 0], [-2 / 9 * np.log(2), 2 / 9 * np.log(2), 0, 0], atol=1e-14)
         np.testing.assert_allclose(spread[0, 2], 0.0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
     ("chunk", "blocks", "lists", "taught"),
-    [(7, 1, False, False), (10, 2, True, False), (64, 1, False, True), (5, 1, True, True)],
+    [(7, 1, False, False), (10, 2, True, True)],
 )
 def test_values_and_gradients_are_those_of_the_dense_formula(chunk, blocks, lists, taught):
     with float64():
@@ -134,7 +135,11 @@ def test_values_and_gradients_are_those_of_the_dense_formula(chunk, blocks, list
             if y is not None:
                 np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-11)
         # No gradient reaches a token outside of the support.
-        alone = jax.grad(lambda w: chunked(c, c["h"], w, lists=False, taught=False)[0][1, 2])(c["w"])
+        one = jnp.zeros(c["active"].shape).at[1, 2].set(1.0)
+        of_one = c | {"cotangents": (one, 0 * one, None, None)}
+        alone = jax.jit(
+            jax.grad(lambda w: weighted(of_one, chunked(c, c["h"], w, lists=False, taught=False)))
+        )(c["w"])
         inside = np.asarray(c["support"][1, 2])
         assert (inside >= 0).any() and bool(c["active"][1, 2])
         assert not np.any(np.asarray(alone)[:, np.setdiff1d(np.arange(V), inside)])
@@ -147,12 +152,13 @@ def test_the_gradient_is_the_slope_of_the_value():
         at = (c["h"], c["w"])
         along = tuple(jnp.asarray(rng.standard_normal(x.shape)) for x in at)
 
+        @jax.jit
         def total(step):
             h, w = (x + step * d for x, d in zip(at, along, strict=True))
             return weighted(c, chunked(c, h, w))
 
         step = 1e-5
-        slope = jax.grad(total)(0.0)
+        slope = jax.jit(jax.grad(total))(0.0)
         assert abs(slope) > 0.1
         np.testing.assert_allclose((total(step) - total(-step)) / (2 * step), slope, rtol=1e-8)
 
@@ -162,17 +168,19 @@ def test_f32_bf16_and_logits_that_moved_far_away_stay_finite():
     c = case()
     narrow = {k: v.astype(np.float32) if getattr(v, "dtype", None) == np.float64 else v for k, v in c.items()}
     with float64():
-        exact = [np.asarray(x) for x in dense(jax.tree.map(jnp.asarray, c), c["h"], c["w"])]
-    got = chunked(narrow, narrow["h"], narrow["w"], dtype="float32")
+        exact = [np.asarray(x) for x in jax.jit(dense)(c, c["h"], c["w"])]
+    got = jax.jit(functools.partial(chunked, dtype="float32"))(narrow, narrow["h"], narrow["w"])
     for x, y in zip(got, exact, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-5)
 
-    def total(h, w):
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def slopes(h, w):
         logprob, entropy, _, _ = chunked(narrow, h, w, dtype="bfloat16", lists=False, taught=False)
         return jnp.sum(logprob + entropy), logprob
 
     for scale in (1.0, 1e4):
-        grads, logprob = jax.grad(total, (0, 1), has_aux=True)(narrow["h"] * scale, narrow["w"])
+        grads, logprob = slopes(narrow["h"] * scale, narrow["w"])
         assert np.all(np.isfinite(logprob)) and np.all(np.asarray(logprob) <= 0)
         assert all(np.all(np.isfinite(g)) for g in grads)
 

@@ -14,6 +14,7 @@ from jaxrl_llm.models.params import init_params
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.sampler.sampling import RowSampling, draw, kept_tokens, row_key
 
+kept_jit = jax.jit(kept_tokens, static_argnums=3)
 draw_jit = jax.jit(draw, static_argnames=("truncate", "raw", "top", "support"))
 
 
@@ -34,15 +35,15 @@ MIXED = dict(
 )
 
 
-@pytest.mark.parametrize(("V", "limit"), [(300, 4), (300, 40), (300, 300), (700, 256), (700, 400), (20, 20)])
+@pytest.mark.parametrize(("V", "limit"), [(300, 40), (700, 400), (20, 20)])
 def test_the_recorded_tokens_are_the_distribution_that_was_drawn_from(V, limit):
     p = rows(7, **MIXED)
     logits = jax.random.normal(jax.random.key(2), (7, V)) * jnp.array([3, 3, 3, 3, 3, 3, 0.05])[:, None]
     forbidden = jnp.zeros((7, V), bool).at[:, 5].set(True)
     position = np.arange(7, dtype=np.int32)
     out = draw_jit(logits, keys(7), position, p, forbidden=forbidden, support=limit)
-    kept = np.asarray(kept_tokens(logits, p, forbidden))
-    limited = np.asarray(kept_tokens(logits, p, forbidden, limit))
+    kept = np.asarray(kept_jit(logits, p, forbidden, 0))
+    limited = np.asarray(kept_jit(logits, p, forbidden, limit))
     ids = np.asarray(out.support_ids)
     assert ids.shape == (7, limit) and ids.dtype == np.int32
     for i, truncated in enumerate(p.truncated):
@@ -56,7 +57,8 @@ def test_the_recorded_tokens_are_the_distribution_that_was_drawn_from(V, limit):
         assert bool(out.support_cut[i]) == (kept[i].sum() > limit)
         assert np.all(np.diff(np.asarray(logits)[i, listed]) <= 0)  # best first
         assert int(out.token[i]) in listed
-        logp = jax.nn.log_softmax(logits[i, listed] / p.temperature[i])
+        logp = np.asarray(logits, np.float64)[i, listed] / p.temperature[i]
+        logp -= np.log(np.exp(logp).sum())
         np.testing.assert_allclose(out.logprob[i], logp[list(listed).index(int(out.token[i]))], atol=2e-6)
     # Recording changes no draw where the limit does not act.
     free = draw_jit(logits, keys(7), position, p, forbidden=forbidden)
@@ -64,7 +66,7 @@ def test_the_recorded_tokens_are_the_distribution_that_was_drawn_from(V, limit):
     assert free.support_ids is free.support_cut is None
     assert np.array_equal(np.asarray(free.token)[same], np.asarray(out.token)[same])
     assert np.array_equal(np.asarray(free.logprob)[same], np.asarray(out.logprob)[same])
-    assert bool(out.support_cut[6]) == (limit < 300 or V == 700 and limit < 690)
+    assert bool(out.support_cut[6]) == (V > limit)  # nearly flat: most of the vocabulary is kept
 
 
 def test_draws_follow_the_limited_distribution():
@@ -93,10 +95,10 @@ def test_a_share_of_a_long_top_k_is_of_all_of_it():
     wide = jax.tree.map(lambda x: np.broadcast_to(x, (n,)), p)
     position = np.arange(n, dtype=np.int32)
     out = draw_jit(jnp.broadcast_to(logits, (n, 1000)), np.broadcast_to(keys(1), (n, 2)), position, wide)
-    kept = np.asarray(kept_tokens(logits, p))[0]
-    mass = jax.nn.log_softmax(jnp.where(kept, logits[0], -jnp.inf))
+    kept = np.asarray(kept_jit(logits, p, None, 0))[0]
+    mass = np.log(np.exp(np.asarray(logits, np.float64)[0, kept]).sum())
     assert 190 < kept.sum() < 220
-    np.testing.assert_allclose(out.logprob, mass[out.token], atol=2e-5)
+    np.testing.assert_allclose(out.logprob, np.asarray(logits)[0, np.asarray(out.token)] - mass, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------- the sampler
