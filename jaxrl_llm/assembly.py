@@ -234,6 +234,7 @@ def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParam
         top_p=r.top_p,
         top_k=r.top_k,
         min_p=r.min_p,
+        record_support=r.max_support,
         min_tokens=r.min_tokens,
         n=r.group_size,
         stop=task.stop if r.stop is None else r.stop,

@@ -108,10 +108,15 @@ class RolloutSettings:
     # in their place, in at most so many rounds more; 0: every group is trained on.
     refill_rounds: Natural = 0
     max_tokens: Positive | None = None  # new tokens per sample; default: what the task says is enough
-    temperature: Annotated[float, pydantic.Field(ge=1e-3, le=1e3)] = 1.0
+    temperature: Annotated[float, pydantic.Field(ge=0, le=1e3)] = 1.0  # at least 1e-3
+    # Truncation of the distribution that is drawn from. The learner takes every log-prob over the tokens that it left
+    # (ratios of unchanged weights are 1), so its gradient never reaches the others: a high top_p costs exploration.
     top_p: Fraction = 1.0
     top_k: Natural = 0  # 0: no limit
     min_p: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
+    # With truncation: tokens that are left at most, the best ones, for each place. So many ids are kept of each sampled
+    # token; completion/support_cut says how often this limit acts.
+    max_support: Positive = 128
     min_tokens: Natural = 0
     stop: tuple[str, ...] | None = None  # strings that end a completion; default: those of the task
 
@@ -540,13 +545,11 @@ def _relations(c: Config) -> list[str]:
         )
     if c.rollout.max_tokens and c.rollout.min_tokens > new:
         out.append(f"rollout.min_tokens: {c.rollout.min_tokens} is more than rollout.max_tokens {new}.")
-    for name in ("top_p", "top_k", "min_p"):
-        value, off = getattr(c.rollout, name), getattr(RolloutSettings(), name)
-        if value != off:
-            out.append(
-                f"rollout.{name}: {value} truncates the distribution that training samples are drawn from, and "
-                f"the learner cannot yet take its log-probs over the truncated support; use {off}."
-            )
+    if c.rollout.temperature < 1e-3:
+        out.append(
+            f"rollout.temperature: {c.rollout.temperature:g} is greedy: all samples of a prompt would be the same, and there "
+            "would be no distribution to train. It must be greater than or equal to 0.001."
+        )
     if c.task.max_prompt_tokens and c.task.max_prompt_tokens + new > c.model.max_context:
         out.append(
             f"task.max_prompt_tokens: {c.task.max_prompt_tokens} + rollout.max_tokens {new} is "

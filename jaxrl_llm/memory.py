@@ -41,6 +41,14 @@ def _width(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
 
 
+def _support_bytes(config: Config, model: ModelConfig) -> int:
+    """Of the tokens that one was drawn from, which are kept of each sampled token under top-k, top-p or min-p."""
+    r = config.rollout
+    if not (r.top_k or r.top_p < 1 or r.min_p):
+        return 0
+    return 4 * min(r.max_support, r.top_k or model.vocab_size, model.vocab_size)
+
+
 def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: int) -> list[Part]:
     """What `rows` completions of up to `max_tokens` tokens need."""
     s = config.sampler
@@ -59,7 +67,7 @@ def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: 
         ),
         Part(
             "decoding",
-            s.slots * (4 * model.vocab_size + 9 * s.steps_per_dispatch),
+            s.slots * (4 * model.vocab_size + (9 + _support_bytes(config, model)) * s.steps_per_dispatch),
             ("sampler.slots", "sampler.steps_per_dispatch"),
         ),
         Part("prefill", 4 * sequences * model.num_heads * tokens**2, ("sampler.page_size",)),
@@ -68,9 +76,18 @@ def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: 
 
 
 def learner_parts(
-    config: Config, model: ModelConfig, *, rows: int, settings: tuple[str, ...], adam: bool = True
+    config: Config,
+    model: ModelConfig,
+    *,
+    rows: int,
+    settings: tuple[str, ...],
+    adam: bool = True,
+    sampled: bool = True,
 ) -> list[Part]:
-    """What train steps of `rows` sequences need beside the parameters; `settings` say how many rows there are."""
+    """What train steps of `rows` sequences need beside the parameters; `settings` say how many rows there are.
+
+    `sampled` rows come from a rollout, and not from a file.
+    """
     learner, size = config.learner, _width(model.dtype)
     R, T = learner.micro_batch_rows, learner.row_tokens or learner.pad_to_multiple
     least = -(-rows // learner.row_tokens) if learner.row_tokens else rows  # packed, a row holds several
@@ -80,13 +97,14 @@ def learner_parts(
     activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * T**2
     logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
     weights = 4 * model.num_parameters
+    support = _support_bytes(config, model) if sampled else 0
     return [
         Part("gradients", weights, ("model.source",)),
         Part("moments of the optimiser", 2 * weights if adam else 0, ("model.source",)),
         Part(
             "batch",
-            padded * T * _TOKEN_BYTES + rows * _ROW_BYTES,
-            (*settings, "learner.micro_batch_rows", width),
+            padded * T * (_TOKEN_BYTES + support) + rows * _ROW_BYTES,
+            (*settings, "learner.micro_batch_rows", width, *(("rollout.max_support",) if support else ())),
         ),
         Part("activations", activations, ("learner.micro_batch_rows", width)),
         Part("logits", logits, ("learner.head_chunk",)),
@@ -114,7 +132,9 @@ def check_memory(
     Raises:
       InputError: what is needed, what is free, and which settings to lower.
     """
-    learner = learner_parts(config, model, rows=rows, settings=settings, adam=adam)
+    learner = learner_parts(
+        config, model, rows=rows, settings=settings, adam=adam, sampled=max_tokens is not None
+    )
     phases = [learner]
     if max_tokens is not None:
         moments = [part for part in learner if part.what == "moments of the optimiser"]

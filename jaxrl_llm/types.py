@@ -99,6 +99,10 @@ class Trajectory:
     baseline: float | None = None  # reward of the greedy answer to the same prompt; None = unknown
     top_ids: np.ndarray | None = None  # i32[L, K], the sampler's likeliest tokens in the place of each
     top_logprob: np.ndarray | None = None  # f32[L, K], their behavior log-probs
+    # i32[L, K], the tokens that top-k, top-p or min-p left each one to be drawn from, itself among them, then -1; all -1
+    # where it was drawn from the whole vocabulary, or not sampled
+    support_ids: np.ndarray | None = None
+    support_cut: np.ndarray | None = None  # bool[L], more were left, and the K best of them were drawn from
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
     @property
@@ -188,7 +192,11 @@ class TokenBatch:
     # f32[B, T], constant over a sequence: Σ_t log π/π_ref of its prompt with the answer to another; after `prepare` of
     # kto_preference: max(0, mean of these)
     reference_point: Array | None = None
-    support_ids: Array | None = None  # i32[B, T, K], sampler's truncation support
+    # i32[B, T, K], the tokens that top-k, top-p or min-p left each one to be drawn from: different ids, itself among
+    # them, the rest -1; all -1 = the whole vocabulary. Every policy's log-prob of the token, and its entropy, is that of
+    # the softmax over them (so the ratio of unchanged weights is 1); lists (topk_…) and divergences to a teacher
+    # compare whole distributions and stay over the vocabulary. None = no token has a support.
+    support_ids: Array | None = None
     topk_ids: Array | None = None  # i32[B, T, K]
     topk_logprob_behavior: Array | None = None  # f32[B, T, K]
     topk_logprob_proximal: Array | None = None  # f32[B, T, K]
@@ -322,6 +330,12 @@ class TokenBatch:
             raise ValueError(
                 f"from_rows: unknown field(s) {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
             )
+        support = on_demand.get("support_ids")
+        if support is not None and (jnp.ndim(support) != 3 or jnp.shape(support)[:2] != (B, T)):
+            raise ValueError(
+                f"from_rows: support_ids must be [{B}, {T}, K], the tokens that each one was drawn from, filled up with "
+                f"-1; got shape {jnp.shape(support)}."
+            )
         for name in ("logprob_proximal", "logprob_reference", "logprob_teacher", "advantage", "value"):
             if on_demand.get(name) is not None:
                 on_demand[name] = rows(name, on_demand[name], floating, ((B,), (B, T)))
@@ -379,7 +393,7 @@ class PolicyOutput:
         def replace(self, **changes: Any) -> PolicyOutput: ...
 
     logprob: Array  # f32[B, T], current policy
-    entropy: Array | None = None  # f32[B, T]
+    entropy: Array | None = None  # f32[B, T], of the distribution that the token is drawn from
     value: Array | None = None  # f32[B, T]
     topk_logprob: Array | None = None  # f32[B, T, K], at batch.topk_ids
     divergence: Array | None = None  # f32[B, T], full-vocabulary divergence to a teacher

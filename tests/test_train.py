@@ -681,3 +681,17 @@ def test_a_part_of_the_reward_that_the_task_does_not_give_is_refused(tmp_path):
     with pytest.raises(InputError, match="names 'taste'.*Its parts: format, lenient, reward"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_truncated_sampling_has_ratios_of_1(start):
+    """The learner takes its log-probs over the tokens that the sampler drew from."""
+    config = short("steps=2", "rollout.top_p=0.9", "rollout.max_support=100", "evaluation.every=2")
+    code, folder = start(config)
+    rows = [row for row in read_metrics(folder) if "policy/loss" in row]
+    assert code == 0
+    assert len(rows) == 2
+    for row in rows:  # one update a step: the weights that sampled are those that are trained
+        assert abs(row["policy/ratio_min"] - 1) < 1e-5 and abs(row["policy/ratio_max"] - 1) < 1e-5
+        assert row["policy/logprob_gap_max"] < 2e-5
+        assert 50 < row["completion/support_size"] <= 100 and 0 < row["completion/support_cut"] < 1
+        assert row["policy/entropy"] <= np.log(100) and row["optimizer/grad_norm"] > 0

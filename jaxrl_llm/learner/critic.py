@@ -213,6 +213,7 @@ def value_policy(
             batch.mask,
             dtype=config.logits_dtype,
             entropy=entropy,
+            support=batch.support_ids,
             chunk=chunk,
             blocks=blocks,
         )

@@ -38,7 +38,11 @@ def pad_rows(batch: TokenBatch, multiple: int) -> TokenBatch:
 
     padded = jax.tree.map(pad, batch)
     temperature = jnp.pad(batch.temperature, [(0, extra), (0, 0)], constant_values=1.0)
-    return dataclasses.replace(padded, temperature=temperature)  # logits are divided by it
+    padded = dataclasses.replace(padded, temperature=temperature)  # logits are divided by it
+    if batch.support_ids is None:
+        return padded
+    whole = [(0, extra), (0, 0), (0, 0)]  # -1, and not token 0
+    return dataclasses.replace(padded, support_ids=jnp.pad(batch.support_ids, whole, constant_values=-1))
 
 
 def micro_batches(

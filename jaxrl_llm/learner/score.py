@@ -1,4 +1,9 @@
-"""Log-probs without gradients, for the policies that an objective compares with: proximal, reference and teacher."""
+"""Log-probs without gradients, for the policies that an objective compares with: proximal, reference and teacher.
+
+All are taken at the temperature of the sampler and, where top-k, top-p or min-p acted, over the recorded tokens that each
+token was drawn from (`TokenBatch.support_ids`): of every policy the same softmax, so that a ratio compares like with like.
+Lists of likeliest tokens and divergences over the vocabulary are of the whole distribution.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +63,7 @@ def make_score(
 ) -> Score:
     """score(params, batch) -> f32[B, T]: log-probs of the trained tokens, 0 elsewhere.
 
-    The same temperature as in training is applied. Parameters are an argument and never captured, so a new
+    The temperature and the support of the sampler are applied, as in training. Parameters are an argument and never captured, so a new
     policy is scored without a new compilation.
 
     Args:
@@ -77,7 +82,7 @@ def make_score(
 
     def score(params: Any, batch: TokenBatch) -> Array:
         rows = batch.shape[0]
-        return jitted(params, place_batch(always_given(batch), mesh))[:rows]
+        return jitted(params, place_batch(_read_by_head(batch), mesh))[:rows]
 
     return score
 
@@ -123,7 +128,7 @@ def make_score_lists(
 
     def score_lists(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
-        inputs = dataclasses.replace(always_given(batch), topk_ids=batch.topk_ids)
+        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=batch.topk_ids)
         logprob, ids, listed = (x[:rows] for x in jitted(params, place_batch(inputs, mesh)))
         return dataclasses.replace(
             batch, logprob_proximal=logprob, topk_ids=ids, topk_logprob_proximal=listed
@@ -232,7 +237,7 @@ def make_score_teacher(
 
     def score_teacher(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
-        inputs = dataclasses.replace(always_given(batch), topk_ids=batch.topk_ids if wanted.k else None)
+        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=batch.topk_ids if wanted.k else None)
         return dataclasses.replace(
             batch, **{name: x[:rows] for name, x in jitted(params, place_batch(inputs, mesh)).items()}
         )
@@ -297,6 +302,11 @@ def fill_logprobs(
             f"Fill it when the batch is made."
         )
     return batch
+
+
+def _read_by_head(batch: TokenBatch) -> TokenBatch:
+    """`always_given` and the support, which is part of what a log-prob is."""
+    return dataclasses.replace(always_given(batch), support_ids=batch.support_ids)
 
 
 def always_given(batch: TokenBatch) -> TokenBatch:

@@ -264,7 +264,10 @@ def make_trust_region_step(
     the mean KL(π_start ‖ π) over the trained tokens is at most max_kl. When none is, nothing changes: the step is
     counted in `skipped`, as is one whose gradient is zero or not finite.
 
-    π_start is the policy that the step is given, over its full vocabulary and at the temperature of each token.
+    π_start is the policy that the step is given, over its full vocabulary and at the temperature of each token. That also
+    holds where top-k, top-p or min-p acted and the loss has log-probs over the support of each token: the region bounds
+    the policy, and the tokens outside, which the loss does not see, move with it (the KL over a support that holds
+    the share P of π_start is at most 1/P of it).
     With one update a train step, TRPO's setting, that is the proximal policy; several updates each get max_kl.
     The loss is the whole chain's, penalties included. There is no optimiser: `state.opt_state` is handed on (make
     the state with `optax.identity()`), and neither a schedule nor gradient clipping applies. Besides state and
@@ -323,6 +326,7 @@ def make_trust_region_step(
             micro.mask,
             dtype=dtype,
             entropy=spread,
+            support=micro.support_ids,
             chunk=chunk,
             blocks=shards,
         )

@@ -10,8 +10,16 @@ of one chunk of both are in memory together, and are computed again in the backw
 derivative of the divergence in closed form. Of the teacher it needs the hidden states that tokens are predicted
 from, `hidden_states`: they are small ([B, T, E]), so they are computed once a train step and serve every update.
 
+**Truncated sampling.** A token that top-k, top-p or min-p chose out of a few has its log-prob over these few, its
+*support* S, in every policy: log p(y) = z_y - log Σ_{v in S} exp z_v, with d log p(y) / dz_v = [v = y] - p(v) in S and 0
+outside. With the weights that sampled it this is the sampler's log-prob, so the ratio is 1; under any other weights it
+is finite, since y is in S. The entropy is that of the same distribution. What compares whole distributions (lists,
+divergences to a teacher) stays over the vocabulary: it does not depend on how the token was drawn, and S, which is
+the sampler's, is not the set that another policy would draw from.
+
 Local names: R row blocks (one per shard of the rows, 1 on a single device), M positions of a block, C
-positions of a chunk, D residual, E residual of the teacher, V vocabulary, K listed tokens of a position.
+positions of a chunk, D residual, E residual of the teacher, V vocabulary, K listed tokens of a position, S tokens of
+a support.
 """
 
 from __future__ import annotations
@@ -117,15 +125,35 @@ def _lse_and_entropy(logits_RCV: Array) -> tuple[Array, Array]:
     return top[..., 0] + jnp.log(s), jnp.log(s) - u / s
 
 
+def _on_support(logits_RCV: Array, support_RCS: Array) -> Array:
+    """[R, C, S]: the logits of the tokens of each support, -inf where it has ended."""
+    logits = jnp.take_along_axis(logits_RCV, jnp.maximum(support_RCS, 0), axis=-1)
+    return jnp.where(support_RCS >= 0, logits, -jnp.inf)
+
+
+def _support_lse_and_entropy(logits_RCS: Array) -> tuple[Array, Array]:
+    """`_lse_and_entropy` of `_on_support`; (0, 0) where there is no support."""
+    there = logits_RCS > -jnp.inf
+    some = jnp.any(there, axis=-1)
+    top = jnp.where(some, jnp.max(logits_RCS, axis=-1), 0.0)
+    shifted = jnp.where(there, logits_RCS - top[..., None], 0.0)
+    exponential = jnp.where(there, jnp.exp(shifted), 0.0)
+    s = jnp.where(some, jnp.sum(exponential, axis=-1), 1.0)
+    return top + jnp.log(s), jnp.log(s) - jnp.sum(exponential * shifted, axis=-1) / s
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _head(
-    plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV
+    plan: _HeadPlan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
 ) -> HeadOutput:
     """`HeadOutput` of [R, M]; `entropy` and `divergence` are always there.
 
-    listed_RMK may be None; y_RME and v_EV, the teacher's, are None without a divergence. No gradient reaches them.
+    listed_RMK and support_RMS may be None; y_RME and v_EV, the teacher's, are None without a divergence. No gradient
+    reaches them.
     """
-    return _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV)[0]
+    return _head_forward(
+        plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
+    )[0]
 
 
 def _teacher_logprobs(plan: _HeadPlan, y_RCE: Array, v_EV: Array, temperature_RC: Array) -> Array:
@@ -133,13 +161,15 @@ def _teacher_logprobs(plan: _HeadPlan, y_RCE: Array, v_EV: Array, temperature_RC
     return jax.nn.log_softmax(logits, axis=-1)
 
 
-def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV):
+def _head_forward(
+    plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
+):
     chunks = Chunks.of(active_RM, plan.chunk)
     w = w_DV.astype(plan.dtype)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
     def compute(_, chunk):
-        x_RCD, target_RC, temperature_RC, listed, y_RCE = chunk
+        x_RCD, target_RC, temperature_RC, listed, y_RCE, support = chunk
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
         if plan.entropy:
@@ -157,22 +187,34 @@ def _head_forward(plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, list
         elif plan.find:
             values, ids = jax.lax.top_k(logits, plan.find)
             lists = values - lse[..., None], ids
-        return None, (chosen - lse, lse, entropy, divergence, *lists)
+        if support is None:
+            return None, (chosen - lse, (lse, None), entropy, divergence, *lists)
+        some = jnp.any(support >= 0, axis=-1)
+        own, entropy_of_own = _support_lse_and_entropy(_on_support(logits, support))
+        own, entropy = jnp.where(some, own, lse), jnp.where(some, entropy_of_own, entropy)
+        return None, (chosen - own, (lse, own), entropy, divergence, *lists)
 
     _, outputs = chunks.fold(
-        compute, None, chunks.cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME))
+        compute, None, chunks.cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME, support_RMS))
     )
-    logprob, lse, entropy, divergence, *lists = chunks.join(outputs)
+    logprob, lses, entropy, divergence, *lists = chunks.join(outputs)
     logprob, entropy, divergence = (jnp.where(active_RM, x, 0.0) for x in (logprob, entropy, divergence))
     lists = [jnp.where(active_RM[..., None], x, jnp.zeros((), x.dtype)) for x in lists]
     topk_logprob, topk_ids = [*lists, None, None][:2]
     output = HeadOutput(logprob, entropy, topk_logprob, topk_ids, divergence)
-    residuals = (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, lse, entropy)
-    return output, residuals
+    given = (h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS)
+    return output, (*given, *lses, entropy)
+
+
+def _add_at(x_RCV: Array, ids_RCK: Array, values_RCK: Array) -> Array:
+    """x[r, c, ids[r, c, k]] += values[r, c, k]; an id of V is left out."""
+    r, c = (jnp.arange(n)[:, None] for n in ids_RCK.shape[:2])
+    return x_RCV.at[r[..., None], c[None], ids_RCK].add(values_RCK, mode="drop")
 
 
 def _head_backward(plan, residuals, cotangents):
-    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, lse, entropy = residuals
+    h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, *kept = residuals
+    support_RMS, lse, own, entropy = kept
     d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents[:2])
     d_listed = d_divergence = None
     if listed_RMK is not None:
@@ -185,21 +227,35 @@ def _head_backward(plan, residuals, cotangents):
     V = w_DV.shape[1]
 
     def compute(dw_RDV, chunk):
-        x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, y_RCE, dd_RC = chunk
+        x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, *rest = chunk
+        y_RCE, dd_RC, support, own_RC = rest
         x = x_RCD.astype(plan.dtype)
-        logp = _logits(x, w, temperature_RC) - lse_RC[..., None]
+        logits = _logits(x, w, temperature_RC)
+        logp = logits - lse_RC[..., None]
         probs = jnp.exp(logp)
         one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
         # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
+        total, total_entropy = dp_RC, de_RC  # of what is taken over the whole vocabulary
+        if support is not None:
+            some = jnp.any(support >= 0, axis=-1)
+            total, total_entropy = jnp.where(some, 0.0, dp_RC), jnp.where(some, 0.0, de_RC)
         if ids is not None:
-            total = dp_RC + jnp.sum(dk_RCK, axis=-1)
-            dz = dp_RC[..., None] * one_hot - total[..., None] * probs
-            r, c = (jnp.arange(n)[:, None] for n in ids.shape[:2])
-            dz = dz.at[r[..., None], c[None], ids].add(dk_RCK)
-        else:
+            total = total + jnp.sum(dk_RCK, axis=-1)
+        if ids is None and support is None:
             dz = dp_RC[..., None] * (one_hot - probs)
+        else:
+            dz = dp_RC[..., None] * one_hot - total[..., None] * probs
+        if ids is not None:
+            dz = _add_at(dz, ids, dk_RCK)
         if plan.entropy is True:
-            dz = dz - de_RC[..., None] * probs * (logp + entropy_RC[..., None])
+            dz = dz - total_entropy[..., None] * probs * (logp + entropy_RC[..., None])
+        if support is not None:
+            logp_RCS = _on_support(logits, support) - own_RC[..., None]
+            there = support >= 0
+            slope = dp_RC[..., None]
+            if plan.entropy is True:
+                slope = slope + de_RC[..., None] * (jnp.where(there, logp_RCS, 0.0) + entropy_RC[..., None])
+            dz = _add_at(dz, jnp.where(there, support, V), jnp.where(there, -slope * jnp.exp(logp_RCS), 0.0))
         if plan.divergence is not None:
             teacher = _teacher_logprobs(plan, y_RCE, v_EV, temperature_RC)
             dz = dz + dd_RC[..., None] * plan.divergence.slope(logp, teacher)
@@ -210,9 +266,9 @@ def _head_backward(plan, residuals, cotangents):
     fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, listed_RMK, d_listed)
     # Each row block sums its own: the shards of a mesh add theirs once, and not in every chunk.
     zeros = jnp.zeros((h_RMD.shape[0], *w_DV.shape), wide)
-    dw_RDV, dx = chunks.fold(compute, zeros, chunks.cut((*fields, y_RME, d_divergence)))
+    dw_RDV, dx = chunks.fold(compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own)))
     dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
-    return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None
+    return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
@@ -238,6 +294,7 @@ def head_output(
     find: int = 0,
     teacher: TeacherHead | None = None,
     hidden_teacher: Array | None = None,
+    support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
 ) -> HeadOutput:
@@ -258,6 +315,8 @@ def head_output(
       find: K; look up the K likeliest tokens instead. Not differentiable.
       teacher: also its divergence from the distribution, over the whole vocabulary and under the same temperature.
       hidden_teacher: [B, T, E], the hidden states of the teacher after its last norm; no gradient reaches them.
+      support: i32[B, T, S], the tokens over which the log-prob and the entropy are taken: different ids, the target among
+        them, the rest -1; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
     """
@@ -300,6 +359,7 @@ def head_output(
         # 0 and not what is there: a NaN times a cotangent of 0 would reach the weight.
         None if hidden_teacher is None else block(keep(active[..., None], hidden_teacher), 0),
         teacher_weight,
+        None if support is None else block(support, -1),
     )
     if not entropy:
         out = out._replace(entropy=None)
@@ -346,6 +406,7 @@ def _shifted(
     find=0,
     teacher=None,
     hidden_teacher=None,
+    support=None,
     **options,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
@@ -363,6 +424,7 @@ def _shifted(
         find=find,
         teacher=teacher,
         hidden_teacher=None if hidden_teacher is None else _ahead(hidden_teacher),
+        support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
     )
@@ -387,7 +449,7 @@ def policy_output(
     Args:
       params: the tree of `parameter_specs`; f32 master weights are cast to the compute dtype as they are used.
       config: `dtype` and `head_dtype` set the precision.
-      batch: reads tokens, positions, segments, mask and temperature.
+      batch: reads tokens, positions, segments, mask, temperature and, for truncated sampling, support_ids.
       entropy: also give the entropy of the distribution that each trained token was predicted from (nats);
         "detached" gives it for reporting, off the gradient tape, which makes the backward pass cheaper.
       topk: also give the log-probs of the tokens batch.topk_ids i32[B, T, K]; entry t of the list is a set of
@@ -433,6 +495,7 @@ def policy_output(
         gradient_sums=gradient_sums,
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
+        support=batch.support_ids,
     )
     return PolicyOutput(
         logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
@@ -460,7 +523,8 @@ def likeliest_tokens(
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
-    The arguments are those of `policy_output`; not differentiable. 0 outside `batch.mask`.
+    The arguments are those of `policy_output`; not differentiable. 0 outside `batch.mask`. The lists are over the whole
+    vocabulary, also where the token itself was drawn from a part of it.
     """
     out = _shifted(
         params,
@@ -474,6 +538,7 @@ def likeliest_tokens(
         chunk=chunk,
         blocks=blocks,
         find=k,
+        support=batch.support_ids,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob

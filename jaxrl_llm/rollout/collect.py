@@ -69,8 +69,10 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
     def after_prompt(values: np.ndarray, fill: float, dtype: type) -> np.ndarray:
         return np.concatenate([np.full(len(prompt), fill, dtype), np.asarray(values, dtype)])
 
-    def listed(values: np.ndarray, dtype: type) -> np.ndarray:
-        return np.concatenate([np.zeros((len(prompt), values.shape[1]), dtype), np.asarray(values, dtype)])
+    def listed(values: np.ndarray, dtype: type, fill: int = 0) -> np.ndarray:
+        return np.concatenate(
+            [np.full((len(prompt), values.shape[1]), fill, dtype), np.asarray(values, dtype)]
+        )
 
     return Trajectory(
         prompt=completion.prompt,
@@ -88,6 +90,10 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
         agent=int(completion.prompt.payload.get("agent", 0)),
         top_ids=None if completion.top_ids is None else listed(completion.top_ids, np.int32),
         top_logprob=None if completion.top_logprobs is None else listed(completion.top_logprobs, np.float32),
+        support_ids=None if completion.support_ids is None else listed(completion.support_ids, np.int32, -1),
+        support_cut=None
+        if completion.support_cut is None
+        else after_prompt(completion.support_cut, False, bool),
         timings=dict(completion.timings),
     )
 
@@ -210,6 +216,21 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/no_signal_groups": float(sum(not is_informative(group) for group in groups.values())),
     }
     metrics |= {f"completion/stop_{stop.value}": stops[stop] / number for stop in StopReason}
+    sizes = [(t.support_ids[t.mask] >= 0).sum(axis=1) for t in trajectories if t.support_ids is not None]
+    if sizes:
+        cut = [
+            np.zeros(len(t.mask), bool)[t.mask] if t.support_cut is None else t.support_cut[t.mask]
+            for t in trajectories
+            if t.support_ids is not None
+        ]
+        size = np.concatenate(sizes)
+        truncated = size > 0
+        metrics |= {
+            "completion/support_size": float(size[truncated].mean()) if truncated.any() else 0.0,
+            "completion/support_cut": float(np.concatenate(cut)[truncated].mean())
+            if truncated.any()
+            else 0.0,
+        }
     parts: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.rewards.items():

@@ -125,6 +125,27 @@ def _listed(trajectories: Sequence[Trajectory]) -> int:
     return sizes.pop()
 
 
+def _supported(trajectories: Sequence[Trajectory]) -> int:
+    """The longest list of tokens that one was drawn from; 0 when no trajectory has such lists."""
+    sizes = [0]
+    for index, t in enumerate(trajectories):
+        if t.support_ids is None:
+            continue
+        where, ids = f"pack: trajectory {index} (prompt {t.prompt.uid})", np.asarray(t.support_ids)
+        if ids.ndim != 2 or len(ids) != len(t.tokens):
+            raise ValueError(
+                f"{where}: support_ids has the shape {ids.shape} for {len(t.tokens)} tokens; it must be [L, K]."
+            )
+        found = (ids == t.tokens[:, None]).any(axis=1) | (ids < 0).all(axis=1)
+        if not found[t.mask].all():
+            raise ValueError(
+                f"{where}: token {int(np.flatnonzero(t.mask & ~found)[0])} is not among its support_ids, so that it "
+                "cannot have been drawn from them. Record them with SamplingParams(record_support=K)."
+            )
+        sizes.append(ids.shape[1])
+    return max(sizes)
+
+
 def pack(
     trajectories: Sequence[Trajectory],
     *,
@@ -155,13 +176,16 @@ def pack(
       fill: on-demand fields that the batch carries: agent; baseline_reward (NaN where it is None);
         topk_logprob_behavior (with topk_ids), which needs trajectories with the lists of the sampler.
 
+    The tokens that each one was drawn from under top-k, top-p or min-p come along whenever a trajectory has them: without
+    them its log-probs mean nothing. Trajectories without go beside them, drawn from the whole vocabulary.
+
     The reward sits on the last trained token of its trajectory. It is not valid, and 0, when it is None or
     when nothing of the trajectory is trained. The first token of a sequence has no prediction and is never
     trained. Padding has segment 0, temperature 1 and version -1; ids of padding belong to no trajectory.
 
     Raises:
       ValueError: no trajectory; fields of different lengths; a greedy trajectory; a log-prob that is not
-        finite; a part that a scored trajectory lacks, or lists that one lacks; a trajectory longer than `row_tokens`; a
+        finite; a part that a scored trajectory lacks, or lists that one lacks; a token outside its support; a trajectory longer than `row_tokens`; a
         name in `fill` that is not one of those.
     """
     if not trajectories:
@@ -177,6 +201,7 @@ def pack(
             f"pack: cannot fill {', '.join(unknown)}; on request: {', '.join(sorted(ON_REQUEST))}."
         )
     listed = _listed(trajectories) if "topk_logprob_behavior" in fill else 0
+    supported = _supported(trajectories)
     if row_tokens is None:
         rows = [[_Family(0, [i], len(t.tokens))] for i, t in enumerate(trajectories)]
         width = max(family.tokens for (family,) in rows)
@@ -202,6 +227,7 @@ def pack(
     baseline = full(0, np.float32) if "baseline_reward" in fill else None
     top_ids = np.zeros((B, T, listed), np.int32) if listed else None
     top_logprob = np.zeros((B, T, listed), np.float32) if listed else None
+    support_ids = np.full((B, T, supported), -1, np.int32) if supported else None
     # Padding gets ids that no trajectory has: one of its own for each row.
     padding_ids = len(trajectories) + np.arange(B, dtype=np.int32)[:, None]
     trajectory = np.broadcast_to(padding_ids, (B, T)).copy()
@@ -247,6 +273,9 @@ def pack(
                 if top_ids is not None and top_logprob is not None:  # `_listed` has checked those of t
                     top_ids[at] = np.where(trained[:, None], np.asarray(t.top_ids)[own], 0)
                     top_logprob[at] = np.where(trained[:, None], np.asarray(t.top_logprob)[own], 0.0)
+                if support_ids is not None and t.support_ids is not None:
+                    own_ids = np.asarray(t.support_ids)[own]
+                    support_ids[*at, : own_ids.shape[1]] = np.where(trained[:, None], own_ids, -1)
                 if t.reward is not None and last is not None:
                     valid[at] = True
                     reward[row, last] = t.reward
@@ -280,6 +309,7 @@ def pack(
         "rewards": streams or None,
         "agent": agent,
         "baseline_reward": baseline,
+        "support_ids": support_ids,
         "topk_ids": top_ids,
         "topk_logprob_behavior": top_logprob,
     }

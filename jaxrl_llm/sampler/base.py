@@ -62,7 +62,7 @@ class SamplingParams:
     stop ids are removed, logits are divided by `temperature`, `top_k` keeps the k best, `top_p` keeps the
     smallest set of best tokens that holds at least that share of what top-k left (the token that crosses
     the threshold is kept), `min_p` drops tokens less likely than min_p times the best. Ties are kept in
-    order of token id. What remains is renormalised.
+    order of token id. With `record_support` no more than its K best are kept of the result. What remains is renormalised.
     """
 
     max_tokens: int  # sampled tokens, at least 1
@@ -84,6 +84,9 @@ class SamplingParams:
     # the biased distribution, which a learner does not compute: for serving, not for training.
     logit_bias: tuple[tuple[int, float], ...] = ()
     prompt_logprobs: bool = False  # also return raw log-probs of the prompt's own tokens
+    # K > 0: where top_k, top_p or min_p act, also return the at most K tokens that each one was drawn from, which a learner
+    # needs to compute the same log-prob; 0 = off. K limits the distribution itself: what is kept beyond is not drawn.
+    record_support: int = 0
     greedy_too: bool = False  # one more completion of each prompt after its n, greedy, with index n
 
     def __post_init__(self):
@@ -117,6 +120,7 @@ class SamplingParams:
             ("min_p", lambda: number("min_p", lambda p: 0 <= p <= 1), "in [0, 1]; 0 turns it off"),
             ("n", lambda: count("n", 1), "at least 1 (an integer, less than 2**31)"),
             ("top_logprobs", lambda: count("top_logprobs", 0), "0 (off) or a positive count"),
+            ("record_support", lambda: count("record_support", 0), "0 (off) or a positive count"),
             (
                 "min_tokens",
                 lambda: count("min_tokens", 0) and self.min_tokens <= self.max_tokens,
@@ -155,6 +159,12 @@ class SamplingParams:
         """True when the distribution drawn from may miss tokens (top-k, top-p, min-p)."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    def support_width(self, vocab_size: int) -> int:
+        """K of the lists that a sampler records: no longer than truncation can need; 0 = none."""
+        if not self.truncated_support:
+            return 0
+        return min(self.record_support, self.top_k or vocab_size, vocab_size)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -162,7 +172,8 @@ class Completion:
 
     `tokens` holds every token that was sampled up to the stop, a stop id and the tokens of a stop string
     included; `text` is cut before the stop string. `logprobs` are natural log-probs under the exact
-    distribution drawn from, or raw ones for greedy decoding.
+    distribution drawn from, or raw ones for greedy decoding. With `record_support` this distribution is the softmax of
+    the logits / temperature over `support_ids`, which hold the sampled token.
     """
 
     prompt: Prompt
@@ -178,6 +189,9 @@ class Completion:
     )
     top_logprobs: np.ndarray | None = None  # f32[N, K], likewise
     prompt_logprobs: np.ndarray | None = None  # f32[P], on request: raw; 0 for the first token
+    # i32[N, K], with record_support under truncation: the tokens that each was drawn from, best first, then -1
+    support_ids: np.ndarray | None = None
+    support_cut: np.ndarray | None = None  # bool[N], likewise: truncation had kept more than K
     text: str | None = None  # None without a tokenizer
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 

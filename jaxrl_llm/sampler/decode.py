@@ -100,6 +100,8 @@ class ResultTokens:
     raw_logprobs: Any  # f32[steps, slots] or None
     top_ids: Any  # i32[steps, slots, K] or None
     top_logprobs: Any  # f32[steps, slots, K] or None
+    support_ids: Any = None  # i32[steps, slots, K] or None
+    support_cut: Any = None  # bool[steps, slots] or None
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
 
@@ -273,9 +275,9 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top", "support"), donate_argnames="cache"
 )
-def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top):
+def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top, support):
     slots = rows["token"].shape[0]
     table, limit, floor, rule = rows["table"], rows["limit"], rows["floor"], rows["rule"]
     S = cache.page_size
@@ -308,12 +310,15 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
             truncate=truncate,
             raw=raw,
             top=top,
+            support=support,
         )
         new = {"tokens": drawn.token, "logprobs": drawn.logprob, "valid": active}
         if raw:
             new["raw_logprobs"] = drawn.raw_logprob
         if top:
             new |= {"top_ids": drawn.top_ids, "top_logprobs": drawn.top_logprob}
+        if support:
+            new |= {"support_ids": drawn.support_ids, "support_cut": drawn.support_cut}
         out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
         token = jnp.where(active, drawn.token, token)
         position = jnp.where(active, position + 1, position)
@@ -330,6 +335,9 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
     if top:
         out["top_ids"] = jnp.zeros((steps, slots, top), jnp.int32)
         out["top_logprobs"] = jnp.zeros((steps, slots, top), jnp.float32)
+    if support:
+        out["support_ids"] = jnp.zeros((steps, slots, support), jnp.int32)
+        out["support_cut"] = jnp.zeros((steps, slots), bool)
     start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
     ran, cache, token, position, active, out = jax.lax.while_loop(
         lambda carry: (carry[0] < steps) & (jnp.sum(carry[4]) >= least), step, start
@@ -356,6 +364,7 @@ def launch(
     truncate: bool = False,
     raw: bool = False,
     top: int = 0,
+    support: int = 0,
     device: jax.Device | None = None,
 ) -> Dispatch:
     """Starts one dispatch, up to `steps` tokens of every live row, and does not wait. `state.cache` is donated.
@@ -365,7 +374,7 @@ def launch(
       steps: most decode steps.
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
-      truncate, raw, top: see `sampling.draw`.
+      truncate, raw, top, support: see `sampling.draw`; `support` only with `truncate`.
       device: where the weights and the pages are, if they are bound to one.
     """
     rows = {
@@ -374,7 +383,17 @@ def launch(
     }
     arguments = jax.device_put((rows, tables, np.int32(max(1, least))), device)
     return Dispatch(
-        *_generate(weights, config, state.cache, *arguments, steps=steps, truncate=truncate, raw=raw, top=top)
+        *_generate(
+            weights,
+            config,
+            state.cache,
+            *arguments,
+            steps=steps,
+            truncate=truncate,
+            raw=raw,
+            top=top,
+            support=support,
+        )
     )
 
 
@@ -388,6 +407,8 @@ def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, Result
         raw_logprobs=out.get("raw_logprobs"),
         top_ids=out.get("top_ids"),
         top_logprobs=out.get("top_logprobs"),
+        support_ids=out.get("support_ids"),
+        support_cut=out.get("support_cut"),
         valid=out["valid"],
         steps=int(ran),
     )

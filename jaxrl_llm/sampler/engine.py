@@ -60,6 +60,8 @@ class _Request:
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    support_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+    support_cut: list[bool] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     kv_versions: list[int] = dataclasses.field(default_factory=list)
     kv_version: int = 0  # oldest weights that computed K/V in its pages
@@ -552,7 +554,7 @@ class Engine:
                 limit=row.limit,
                 floor=len(row.prompt_tokens) + request.sampling.min_tokens,
                 key=row.key,
-                sampling=_row_sampling(request),
+                sampling=_row_sampling(request, self.config.vocab_size),
                 rule=request.rule.index,
             )
         return len(ready)
@@ -622,6 +624,7 @@ class Engine:
             least=len(running) if self._scheduler.queued else 1,
             truncate=any(s.truncated_support for s in samplings),
             raw=any(s.raw_logprobs for s in samplings),
+            support=max(s.support_width(self.config.vocab_size) for s in samplings),
             top=min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size),
             device=self._device,
         )
@@ -639,7 +642,7 @@ class Engine:
         """Appends the tokens of a dispatch to a row; says why it ended, if it did."""
         request, slot = row.request, row.slot
         sampling, rule = request.sampling, request.rule
-        K = sampling.top_logprobs
+        K, width = sampling.top_logprobs, sampling.support_width(self.config.vocab_size)
         tokens, logprobs = result.tokens[:, slot].tolist(), result.logprobs[:, slot].tolist()
         valid = result.valid[:, slot]
         if request.first is None:
@@ -659,6 +662,9 @@ class Engine:
             if K:
                 request.top_ids.append(result.top_ids[t, slot, :K])
                 request.top_logprobs.append(result.top_logprobs[t, slot, :K])
+            if width:
+                request.support_ids.append(result.support_ids[t, slot, :width])
+                request.support_cut.append(bool(result.support_cut[t, slot]))
             found = rule.strings is not None and rule.strings.push(request.text, token)
             if len(row.tokens) > sampling.min_tokens:
                 if token in rule.stop_ids:
@@ -702,7 +708,7 @@ class Engine:
             ):
                 text = request.rule.strings.cut(text, self._tokenizer.decode(row.tokens[:-1]))
         self._let_go(row)
-        K = sampling.top_logprobs
+        K, width = sampling.top_logprobs, sampling.support_width(self.config.vocab_size)
         started = request.ended if request.started is None else request.started
         first = request.ended if request.first is None else request.first
         prompt_logprobs = None
@@ -722,6 +728,8 @@ class Engine:
             raw_logprobs=np.array(request.raw_logprobs, np.float32) if sampling.raw_logprobs else None,
             top_ids=np.array(request.top_ids, np.int32).reshape(N, K) if K else None,
             top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
+            support_ids=np.array(request.support_ids, np.int32).reshape(N, width) if width else None,
+            support_cut=np.array(request.support_cut, bool) if width else None,
             prompt_logprobs=prompt_logprobs,
             text=text,
             timings={
@@ -732,7 +740,7 @@ class Engine:
         )
 
 
-def _row_sampling(request: _Request) -> RowSampling:
+def _row_sampling(request: _Request, vocab_size: int) -> RowSampling:
     if request.greedy:
         return RowSampling.uniform(1, temperature=0.0)
     sampling = request.sampling
@@ -742,6 +750,7 @@ def _row_sampling(request: _Request) -> RowSampling:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        limit=sampling.support_width(vocab_size),
     )
 
 

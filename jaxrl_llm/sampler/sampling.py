@@ -6,6 +6,12 @@ additions that does not depend on what other rows ask for, so neighbours never c
 Drawing inverts the cumulative distribution in two levels (first a block of the vocabulary, then a token
 in it, each with its own uniform), which touches the logits once and never sorts them. Truncated rows
 draw from a sorted list of candidates; see `_sorted_draw`.
+
+**The contract of the log-prob.** It is that of the distribution that the token was drawn from, renormalised over
+the tokens that truncation kept. Whoever computes it again needs these tokens, and cannot find them by itself: the
+threshold of top-p lies between two neighbours of a sorted list, which other rounding may exchange. So a truncated
+row can hand out its *support*, the ids that it chose among. The list has a limited length K; where truncation keeps
+more, only the K best of them are drawn from, so that the list is always the whole support.
 """
 
 from __future__ import annotations
@@ -35,6 +41,9 @@ class RowSampling:
     top_k: Array | np.ndarray  # i32[B], 0 = off
     top_p: Array | np.ndarray  # f32[B], 1 = off
     min_p: Array | np.ndarray  # f32[B], 0 = off
+    limit: (
+        Array | np.ndarray
+    )  # i32[B], most tokens that a truncated row keeps, so that they can be listed; 0 = off
 
     @property
     def truncated(self) -> Array | np.ndarray:
@@ -42,13 +51,14 @@ class RowSampling:
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @classmethod
-    def uniform(cls, rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> RowSampling:
+    def uniform(cls, rows: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, limit=0) -> RowSampling:
         """The same parameters for every row."""
         return cls(
             temperature=np.full(rows, temperature, np.float32),
             top_k=np.full(rows, top_k, np.int32),
             top_p=np.full(rows, top_p, np.float32),
             min_p=np.full(rows, min_p, np.float32),
+            limit=np.full(rows, limit, np.int32),
         )
 
 
@@ -63,6 +73,9 @@ class Draw:
     top_logprob: Array | None = (
         None  # f32[B, K], of the policy at the row's temperature, before any truncation
     )
+    # i32[B, K], the tokens that a truncated row chose among, best first, then -1; all -1: the whole vocabulary
+    support_ids: Array | None = None
+    support_cut: Array | None = None  # bool[B], truncation had kept more than K
 
 
 def row_key(seed: int, uid: str, index: int) -> np.ndarray:
@@ -148,23 +161,33 @@ def _kept_count(values: Array, cumulative: Array, total: Array, rows: RowSamplin
     return jnp.sum(kept, axis=1)
 
 
-def _sorted_draw(z: Array, total: Array, uniform: Array, rows: RowSampling, n: int):
-    """(token, logprob, complete) of truncated rows from the n best tokens.
+def _sorted_draw(z: Array, total: Array, uniform: Array, rows: RowSampling, n: int, support: int = 0):
+    """(token, logprob, complete, support ids, cut) of truncated rows from the n best tokens.
 
-    The kept set is always a prefix of the tokens in descending order (ties by id). `complete` bool[B]
-    says that the prefix ended within the n tokens.
+    The kept set is always a prefix of the tokens in descending order (ties by id), no longer than the row's limit, of
+    which n must be larger (or the vocabulary). `complete` bool[B] says that n tokens were enough to know
+    the set. Support ids i32[B, support] end with -1; they and `cut` bool[B] are None without `support`.
     """
     V = z.shape[1]
     values, ids = jax.lax.top_k(z, n)
     weights = jnp.exp(values - values[:, :1])
     cumulative = _blocked_cumsum(weights)
     count = _kept_count(values, cumulative, total, rows, V)
-    complete = (count < n) | ((rows.top_k > 0) & (rows.top_k <= n)) | (n == V)
+    # top-p asks for a share of what top-k leaves, so that a long top-k must be there as a whole.
+    known = (rows.top_k <= n) | (rows.top_k >= V) | (rows.top_p >= 1)
+    ids_kept = cut = None
+    if support:
+        listed = rows.limit > 0
+        cut = listed & (count > rows.limit)
+        count = jnp.where(cut, rows.limit, count)
+        inside = listed[:, None] & (jnp.arange(support) < count[:, None])
+        ids_kept = jnp.where(inside, ids[:, :support], -1).astype(jnp.int32)
+    complete = (known & (count < n)) | ((rows.top_k > 0) & (rows.top_k <= n)) | (n == V)
     mass = _take(cumulative, count - 1)
     kept = jnp.where(jnp.arange(n) < count[:, None], weights, 0.0)
     choice = _pick(kept, cumulative, uniform * mass)
     logprob = _take(values, choice) - values[:, 0] - jnp.log(mass)
-    return _take(ids, choice).astype(jnp.int32), logprob, complete
+    return _take(ids, choice).astype(jnp.int32), logprob, complete, ids_kept, cut
 
 
 def draw(
@@ -178,6 +201,7 @@ def draw(
     truncate: bool = True,
     raw: bool = False,
     top: int = 0,
+    support: int = 0,
 ) -> Draw:
     """Samples one token a row.
 
@@ -191,6 +215,8 @@ def draw(
       truncate: static; False promises that no row asks for top-k, top-p or min-p.
       raw: static; also return raw log-probs.
       top: static; also list the so many likeliest allowed tokens. 0 costs nothing.
+      support: static, K; with `truncate`, also give the support of truncated rows that have a limit, and draw from no
+        more than that. At least every limit, at most V; 0 promises that no row has one, and costs nothing.
 
     Greedy rows take the best allowed token (the lowest id among equals) and report its raw log-prob.
     """
@@ -219,16 +245,20 @@ def draw(
     token = (block * BLOCK + place).astype(jnp.int32)
     logprob = _take(inner, place) - best - jnp.log(total)
 
+    support_ids = support_cut = None
     if truncate:
-        few = min(CANDIDATES, V)
-        short = _sorted_draw(z, total, uniform[:, 0], rows, few)
+        few = min(max(CANDIDATES, support + 1), V)
+        short = _sorted_draw(z, total, uniform[:, 0], rows, few, support)
         enough = jnp.all(short[2] | ~rows.truncated)
-        full = functools.partial(_sorted_draw, n=V)
-        sorted_token, sorted_logprob, _ = jax.lax.cond(
+        full = functools.partial(_sorted_draw, n=V, support=support)
+        sorted_token, sorted_logprob, _, support_ids, support_cut = jax.lax.cond(
             enough, lambda *_: short, full, z, total, uniform[:, 0], rows
         )
         token = jnp.where(rows.truncated, sorted_token, token)
         logprob = jnp.where(rows.truncated, sorted_logprob, logprob)
+        if support:
+            support_ids = jnp.where(rows.truncated[:, None], support_ids, -1)
+            support_cut = rows.truncated & support_cut
 
     top_ids = top_logprob = None
     if top:
@@ -245,6 +275,8 @@ def draw(
         raw_logprob=raw_logprob.astype(jnp.float32) if raw and raw_logprob is not None else None,
         top_ids=None if top_ids is None else top_ids.astype(jnp.int32),
         top_logprob=None if top_logprob is None else top_logprob.astype(jnp.float32),
+        support_ids=support_ids,
+        support_cut=support_cut,
     )
 
 
@@ -262,6 +294,7 @@ def kept_tokens(logits: Array, rows: RowSampling, forbidden: Array | None = None
     weights = jnp.exp(values - values[:, :1])
     total = jnp.sum(weights, axis=1)
     count = _kept_count(values, _blocked_cumsum(weights), total, rows, V)
+    count = jnp.where(rows.limit > 0, jnp.minimum(count, rows.limit), count)
     count = jnp.where(rows.truncated, count, V)
     kept = (jnp.arange(V) < count[:, None]) & (values > -jnp.inf)
     return jnp.zeros(z.shape, bool).at[jnp.arange(z.shape[0])[:, None], ids].set(kept)

@@ -37,11 +37,18 @@ class Conversation:
     logprob: np.ndarray  # f32[L], behavior log-prob (nats), 0 where not sampled
     version: np.ndarray  # i32[L], -1 where not sampled
     kv_version: np.ndarray  # i32[L], likewise
+    # i32[L, K], under top-k, top-p or min-p the tokens that each was drawn from, -1 beyond; None = none was
+    support_ids: np.ndarray | None = None
 
     def __post_init__(self):
         shapes = {name: getattr(self, name).shape for name in _FIELDS}
         if len(set(shapes.values())) != 1 or self.tokens.ndim != 1:
             raise ValueError(f"conversation: all fields must have one shape [L], got {shapes}.")
+        support = self.support_ids
+        if support is not None and (support.ndim != 2 or len(support) != len(self)):
+            raise ValueError(
+                f"conversation: support_ids must be [L, K] for {len(self)} tokens, got the shape {support.shape}."
+            )
 
     def __len__(self) -> int:
         return int(self.tokens.size)
@@ -52,9 +59,17 @@ class Conversation:
         empty = {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}
         return cls(**empty).append_given(tokens)
 
-    def _append(self, **new: Any) -> Conversation:
+    def _append(self, support_ids: np.ndarray | None = None, **new: Any) -> Conversation:
         joined = {n: np.concatenate([getattr(self, n), np.asarray(new[n], _DTYPES[n])]) for n in _FIELDS}
-        return Conversation(**joined)
+        given = [(self.support_ids, len(self)), (support_ids, len(new["tokens"]))]
+        known = [np.shape(ids)[1] for ids, _ in given if ids is not None]
+        if not known:
+            return Conversation(**joined)
+        support = np.full((len(joined["tokens"]), max(known)), -1, np.int32)
+        for (ids, number), start in zip(given, (0, len(self)), strict=True):
+            if ids is not None:
+                support[start : start + number, : np.shape(ids)[1]] = ids
+        return Conversation(**joined, support_ids=support)
 
     def append_given(self, tokens: Sequence[int] | np.ndarray) -> Conversation:
         """Adds tokens that the policy did not write: prompts, tool results, template text. Not trained."""
@@ -73,6 +88,7 @@ class Conversation:
         logprob: Sequence[float] | np.ndarray,
         version: int | np.ndarray,
         kv_version: int | np.ndarray | None = None,
+        support_ids: np.ndarray | None = None,
     ) -> Conversation:
         """Adds tokens exactly as they were sampled, the stop id included if it was sampled.
 
@@ -81,10 +97,16 @@ class Conversation:
           logprob: f32[N], behavior log-probs (nats).
           version: int or i32[N], train steps done by the policy.
           kv_version: oldest version whose K/V was attended to; default: `version`.
+          support_ids: i32[N, K], of `Completion`, when the sampler truncated: without them the log-probs of a learner
+            are over the vocabulary, and are not those of the sampler.
         """
         n = len(tokens)
         if len(logprob) != n:
             raise ValueError(f"append_sampled: {n} tokens but {len(logprob)} log-probs.")
+        if support_ids is not None and (np.ndim(support_ids) != 2 or len(support_ids) != n):
+            raise ValueError(
+                f"append_sampled: support_ids must be [N, K] for {n} tokens, got the shape {np.shape(support_ids)}."
+            )
         kv_version = version if kv_version is None else kv_version
         return self._append(
             tokens=tokens,
@@ -92,6 +114,7 @@ class Conversation:
             logprob=logprob,
             version=np.broadcast_to(version, n),
             kv_version=np.broadcast_to(kv_version, n),
+            support_ids=support_ids,
         )
 
     def append_text(self, tokenizer: Tokenizer, text: str) -> Conversation:
@@ -119,8 +142,10 @@ class Conversation:
         """The first `limit` tokens. No stop id is invented for what is cut off."""
         if limit < 0:
             raise ValueError(f"truncate: limit must not be negative, got {limit}.")
-        return Conversation(**{name: getattr(self, name)[:limit] for name in _FIELDS})
+        support = None if self.support_ids is None else self.support_ids[:limit]
+        return Conversation(**{name: getattr(self, name)[:limit] for name in _FIELDS}, support_ids=support)
 
     def trajectory(self, **fields: Any) -> Trajectory:
         """The record of this episode; `fields` are those of `Trajectory` that are not per token."""
-        return Trajectory(**{name: getattr(self, name) for name in _FIELDS}, **fields)
+        per_token = {name: getattr(self, name) for name in _FIELDS}
+        return Trajectory(**per_token, **{"support_ids": self.support_ids, **fields})

@@ -49,6 +49,9 @@ def imitate(
     no larger than that over the vocabulary. rest=False sums over the K alone, not renormalised, as verl and NeMo do;
     it may be negative, and kind="reverse" then rewards leaving the K. `floor` (nats) bounds each log-prob from below
     (verl: -10); no clamp of the sum (verl: 0 to 10). Metric: `divergence_teacher`.
+
+    Both stay over the vocabulary where top-k, top-p or min-p chose the tokens: the policy as a whole is to become the
+    teacher, and truncation only says at which places they are compared.
     """
     checks.number("imitate", "coef", coef)
     checks.choice("imitate", "kind", kind, divergences.KINDS)

@@ -72,7 +72,8 @@ def divergence_surrogate(
     anchor is the policy of D; the ratio brings its own (authors: the sampler for both, their `recompute` variants take
     D from the proximal policy; verl takes both from its old policy). SkyRL and prime-rl minimise -A r M with r on the
     gradient tape: same gradient, another value. For top-k kinds the list is the rollout's, or, with
-    anchor="proximal", the k likeliest tokens of the proximal policy, which the learner fills in.
+    anchor="proximal", the k likeliest tokens of the proximal policy, which the learner fills in. Under top-k, top-p or
+    min-p "tv" and "kl" are of the distribution that was drawn from, the top-k kinds of the whole one.
     Metrics: `divergence`, and `clip_fraction_low`, `_high`, `clip_fraction`: the tokens with M = 0.
     """
     checks.choice("divergence_surrogate", "kind", kind, tuple(DIVERGENCES))

@@ -354,3 +354,38 @@ def test_shared_prompts_change_no_gradient(tiny_params, recipe, row_tokens):
     assert metrics.keys() == tree_metrics.keys()
     for name, value in metrics.items():
         np.testing.assert_allclose(value.value, tree_metrics[name].value, atol=1e-5, err_msg=name)
+
+
+def test_supports_come_along_in_padded_and_in_packed_rows():
+    """Lists of different lengths, a prompt that is shared, and a trajectory that was drawn from the vocabulary."""
+
+    def supported(completion, lists, **more):
+        ids = np.full((2 + len(completion), len(lists[0])), -1, np.int32)
+        ids[2:] = lists
+        return make([5, 6], completion, support_ids=ids, **more)
+
+    a = supported([7, 8], [[9, 7, -1], [8, -1, -1]])
+    b = supported([9, 7], [[9, 3], [1, 7]])
+    c = make([5, 6], [4], group=1)
+    for row_tokens in (None, 16):
+        batch = host(pack([a, b, c], learner_version=5, pad_to_multiple=4, row_tokens=row_tokens))
+        assert batch.support_ids.shape == (*batch.shape, 3) and batch.support_ids.dtype == np.int32
+        at = [np.flatnonzero((batch.trajectory == i).ravel() & batch.mask.ravel()) for i in range(3)]
+        ids = batch.support_ids.reshape(-1, 3)
+        assert ids[at[0]].tolist() == [[9, 7, -1], [8, -1, -1]]
+        assert ids[at[1]].tolist() == [[9, 3, -1], [1, 7, -1]] and ids[at[2]].tolist() == [[-1, -1, -1]]
+        assert (batch.support_ids[~batch.mask] == -1).all()
+    assert pack([c], learner_version=5).support_ids is None
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        ([[-1, -1], [-1, -1], [7, 1]], r"shape \(3, 2\) for 4 tokens"),
+        ([[-1, -1], [-1, -1], [7, 1], [1, 2]], "token 3 is not among its support_ids"),
+    ],
+)
+def test_a_support_without_its_token_is_refused(support, message):
+    t = make([5, 6], [7, 8], support_ids=np.array(support, np.int32))
+    with pytest.raises(ValueError, match=message):
+        pack([make([5, 6], [7, 8]), t], learner_version=5)

@@ -127,3 +127,23 @@ def test_mistakes_are_refused():
             version=np.zeros(2),
             kv_version=np.zeros(2),
         )
+
+
+def test_supports_stay_with_their_tokens_over_turns():
+    first = Conversation.start([1, 2]).append_sampled(
+        [7, 8], [0.0, 0.0], 0, support_ids=np.array([[7, -1], [3, 8]])
+    )
+    then = (
+        first.append_given([4])
+        .append_sampled([5], [0.0], 0)
+        .append_sampled([6], [0.0], 1, support_ids=np.array([[9, 6, 1]]))
+    )
+    none = [-1, -1, -1]
+    want = [none, none, [7, -1, -1], [3, 8, -1], none, none, [9, 6, 1]]
+    assert then.support_ids.tolist() == want and then.support_ids.dtype == np.int32
+    assert then.truncate(4).support_ids.tolist() == want[:4]
+    prompt = Prompt(uid="u", tokens=np.array([1, 2], np.int32))
+    assert then.trajectory(prompt=prompt, group=0, reward=None).support_ids.tolist() == want
+    assert Conversation.start([1]).append_sampled([2], [0.0], 0).support_ids is None
+    with pytest.raises(ValueError, match=r"\[N, K\] for 2 tokens, got the shape \(1, 2\)"):
+        first.append_sampled([7, 8], [0.0, 0.0], 0, support_ids=np.array([[7, -1]]))
