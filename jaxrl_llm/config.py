@@ -12,6 +12,7 @@ import inspect
 import json
 import pathlib
 import re
+import sys
 import typing
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ import pydantic
 import yaml
 
 from jaxrl_llm.errors import InputError, did_you_mean, nearest
+from jaxrl_llm.synonyms import SYNONYMS
 
 __all__ = [
     "DATA_ROWS",
@@ -29,6 +31,7 @@ __all__ = [
     "load_config",
     "parse_config",
     "read_yaml",
+    "setting_named",
     "to_yaml",
 ]
 
@@ -311,7 +314,9 @@ def _check_plain(data: Any) -> None:
             left += [(path, key) for key in value]
             left += [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
-            left += [(f"{path}.{index}", item) for index, item in enumerate(value)]
+            left += [
+                (f"{path}.{index}" if path else f"item {index}", item) for index, item in enumerate(value)
+            ]
         elif isinstance(value, str):
             try:
                 value.encode()
@@ -320,7 +325,18 @@ def _check_plain(data: Any) -> None:
                     f"{at}{value[:80]!a} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character. "
                     "Write the character itself, or \\U and its eight hex digits."
                 ) from None
-        elif value is not None and not isinstance(value, bool | int | float):
+        elif isinstance(value, int | float):
+            # NaN is in no range; an integer may be past the largest float, too.
+            if not -sys.float_info.max <= value <= sys.float_info.max:
+                shown = str(value) if isinstance(value, float) else f"an integer of {value.bit_length()} bits"
+                past = (
+                    "" if value != value else " (1e400 and whatever else is past 1.8e308 counts as infinite)"
+                )
+                raise InputError(
+                    f"{at}{shown} is not a finite number{past}. Write a finite one; where no bound is meant, leave the "
+                    "setting out or give a large one, such as 1e30."
+                )
+        elif value is not None:
             raise InputError(
                 f"{at}a setting is a text, a number, true, false, null, a list or a mapping, not a "
                 f"{type(value).__name__}; remove the tag (!!…)."
@@ -377,7 +393,7 @@ def apply_overrides(data: dict[str, Any], overrides: typing.Sequence[str]) -> di
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise InputError(f"--set {item}: expected KEY=VALUE, for example optimizer.learning_rate=1e-6.")
-        value = _yaml(text, f"--set {item}")
+        value = _yaml(text, f"--set {item if len(item) <= 120 else item[:120] + '…'}")
         node: Any = data
         for depth, key in enumerate(keys[:-1]):
             child = node.get(key)
@@ -410,15 +426,63 @@ def _paths(cls: type, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _suggest(path: str) -> str:
+def _plain(name: str) -> str:
+    return name.casefold().replace("-", "_")
+
+
+def _matches(path: str) -> list[str]:
+    """The settings that an unknown key can mean, best first; [] when none is near.
+
+    In this order: a setting of the same name elsewhere, one that other libraries call so, one with a similar name in the
+    same section, one with a similar name anywhere.
+    """
+    known = [*_paths(Config)]
+    last, parent = _plain(path.rsplit(".", 1)[-1]), path.rpartition(".")[0]
+    same = [p for p in known if p.rsplit(".", 1)[-1] == last]
+    if same or last in SYNONYMS:
+        found = same or list(SYNONYMS[last])
+    else:
+        siblings = {p.rsplit(".", 1)[-1]: [p] for p in known if p.rpartition(".")[0] == parent}
+        anywhere: dict[str, list[str]] = {name: list(paths) for name, paths in SYNONYMS.items()}
+        for p in known:
+            anywhere.setdefault(p.rsplit(".", 1)[-1], []).append(p)
+        for names in (siblings, anywhere):
+            if found := [p for name in nearest(last, names, n=2) for p in names[name]]:
+                break
+    # Sections are misnamed too: of several places, the one that the section is near to.
+    section = [p for p in (_matches(parent) if parent and parent not in known else [parent]) if p]
+    near = [p for p in found if p.rpartition(".")[0] in section]
+    return list(dict.fromkeys(near or found))
+
+
+def setting_named(key: str) -> str:
+    """ " Did you mean the setting X?" for a key that is no setting where it stands, or ""."""
+    found = _matches(key)
+    return f" Did you mean {_either(found)}?" if found else ""
+
+
+def _either(names: typing.Sequence[str]) -> str:
+    shown = [*names[:4], *(["…"] if len(names) > 4 else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def _suggest(path: str, given: Any) -> str:
+    """What to say of an unknown key: what it can mean, where the keys below it belong, what its section has."""
     known = _paths(Config)
-    last = path.rsplit(".", 1)[-1].replace("-", "_")
+    if path in known:  # a key "optimizer.eps" of a file
+        inner = f"{path.rsplit('.', 1)[-1]}: …"
+        for name in reversed(path.split(".")[:-1]):
+            inner = f"{name}: {{{inner}}}"
+        return f" A file says it in sections: {inner}."
+    hint = setting_named(path)
+    below = flatten(given) if isinstance(given, dict) else {}
+    places = {key: _matches(f"{path}.{key}") for key in below}
+    told = [f"{key} may be {_either(found)}" for key, found in places.items() if found][:5]
+    hint += f" Below it, {'; '.join(told)}." if told else ""
     parent = path.rpartition(".")[0]
-    same_name = [p for p in known if p.rsplit(".", 1)[-1] == last]
+    if parent and not dataclasses.is_dataclass(known.get(parent)):
+        parent = ""
     siblings = [p for p in known if p.rpartition(".")[0] == parent]
-    names = {p.rsplit(".", 1)[-1]: p for p in (*known, *siblings)}
-    close = same_name or [names[n] for n in nearest(last, names, n=2)]
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
     allowed = ", ".join(sorted(p.rsplit(".", 1)[-1] for p in siblings))
     return f"{hint} Settings {'of ' + parent if parent else 'at the top'}: {allowed}."
 
@@ -476,7 +540,7 @@ def _explain(path: str, error: Any, data: typing.Mapping[str, Any]) -> str:
         also = any(
             known.rsplit(".", 1)[-1] == path for known in _paths(Config)
         )  # eps: of grpo and of the optimizer
-        return f"{path}: there is no such setting.{argument}{_suggest(path) if also or not argument else ''}"
+        return f"{path}: there is no such setting.{argument}{_suggest(path, error['input']) if also or not argument else ''}"
     given = error["input"]
     message = error["msg"][0].lower() + error["msg"][1:]
     if error["type"] in ("dataclass_type", "dataclass_exact_type"):

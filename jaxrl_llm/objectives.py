@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import recipes, transforms
+from jaxrl_llm.config import setting_named
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.learner.score import TeacherNeeds, teacher_needs
 from jaxrl_llm.transforms import LossTransform
@@ -235,7 +236,8 @@ def check_arguments(where: str, call: Callable[..., Any], names: Iterable[str]) 
     for key in names:
         if key not in known:
             raise InputError(
-                f"{where} has no argument {key!r}.{did_you_mean(str(key), known)} It takes: {', '.join(known) or 'none'}."
+                f"{where} has no argument {key!r}.{did_you_mean(str(key), known) or setting_named(str(key))} It takes: "
+                f"{', '.join(known) or 'none'}."
             )
 
 

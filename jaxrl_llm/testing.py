@@ -801,12 +801,12 @@ def _check_writes(steps: Sequence[_Step]) -> None:
                 f"declarations: {step.part} of {info} changes {field}, which it does not declare. Add "
                 f'"{field}" to writes, or leave the field as it is.'
             )
-    # A weight may depend on the arguments; what others read must be there.
     missing = [field for field in info.writes if field not in written]
-    if missing and (written.isdisjoint(info.writes) or {*PRODUCED, "loss.penalties"} & set(missing)):
+    if missing:
         raise AssertionError(
             f"declarations: {info} declares that it writes {missing[0]} and leaves it as it is. Take "
-            f'"{missing[0]}" out of writes, or return it: `replace({missing[0].partition(".")[2]}=...)`.'
+            f'"{missing[0]}" out of writes, or return it: `replace({missing[0].partition(".")[2]}=...)`. Where an '
+            f"argument decides, writes can be a function of the arguments: `writes=lambda a: ...`."
         )
 
 

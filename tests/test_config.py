@@ -7,8 +7,9 @@ import typing
 
 import pytest
 
-from jaxrl_llm.config import Config, apply_overrides, load_config, parse_config, to_yaml
+from jaxrl_llm.config import Config, apply_overrides, as_data, flatten, load_config, parse_config, to_yaml
 from jaxrl_llm.errors import InputError, did_you_mean
+from jaxrl_llm.synonyms import SYNONYMS
 
 
 @pytest.fixture
@@ -120,7 +121,22 @@ def test_u01_bad_values_name_file_key_and_value(load, text, parts):
         ("num-epochs: 3", (), "num-epochs", "learner.epochs"),
         ("rollout: {group-size: 3}", (), "rollout.group-size", "rollout.group_size"),
         ("steps: 3", ("optim.lrr=1",), "optim", "optimizer"),
-        ("steps: 3", ("optimizer.lr=1",), "optimizer.lr", "learning_rate"),
+        ("steps: 3", ("optimizer.lr=1",), "optimizer.lr", "Did you mean optimizer.learning_rate?"),
+        ("critic: {lr: 1}", (), "critic.lr", "Did you mean critic.learning_rate?"),
+        ("lr: 1", (), "lr", "Did you mean optimizer.learning_rate or critic.learning_rate?"),
+        ("trainer: {lr: 1, batch-size: 8}", (), "trainer", "lr may be optimizer.learning_rate"),
+        ("trainer: {lr: 1, batch-size: 8}", (), "trainer", "batch-size may be data.batch or rollout.prompts"),
+        ("rollout: {sampling: {top_p: 1}}", (), "rollout.sampling", "top_p may be rollout.top_p"),
+        ("batch_size: 8", (), "batch_size", "Did you mean data.batch or rollout.prompts?"),
+        ("model: {Temperature: 1}", (), "model.Temperature", "Did you mean rollout.temperature?"),
+        ("sampler: {top_p: 1}", (), "sampler.top_p", "Did you mean rollout.top_p?"),
+        ("rollout: {max_new_tokens: 1}", (), "rollout.max_new_tokens", "Did you mean rollout.max_tokens?"),
+        ("max_new_token: 1", (), "max_new_token", "Did you mean rollout.max_tokens"),
+        ("learner: {num_generations: 1}", (), "learner.num_generations", "Did you mean rollout.group_size?"),
+        ("epochs: 1", (), "epochs", "Did you mean learner.epochs?"),
+        ("rollout: {seed: 1}", (), "rollout.seed", "seed, task.seed, data.seed or evaluation.seed?"),
+        ("optimizer.eps: 1", (), "optimizer.eps", "in sections: optimizer: {eps: …}"),
+        ("qqqqqq: 1", (), "qqqqqq", "such setting. Settings at the top: critic, data,"),
         ("objective: dapo", ("clip_high=0.3",), "clip_high", "is set as objective.clip_high=…"),
         ("eps: 1e-4", (), "eps", "is set as objective.eps=…. Did you mean optimizer.eps?"),
         ("clip_high: 0.3", (), "clip_high", "is set as objective.clip_high=…"),
@@ -138,6 +154,36 @@ def test_u02_unknown_keys_are_refused_with_the_nearest_name(load, text, override
         load(text, *overrides)
     assert f"{path}: there is no such setting" in str(error.value)
     assert hint in str(error.value)
+
+
+def test_u02_the_names_of_other_libraries_are_of_settings_and_are_none_themselves():
+    known = flatten(as_data(Config())) | as_data(Config())
+    ours = {name.rsplit(".", 1)[-1] for name in known}
+    assert {path for paths in SYNONYMS.values() for path in paths} <= set(known)
+    assert not set(SYNONYMS) & ours - {"dataset"}
+    assert all(name == name.lower() and "-" not in name for name in SYNONYMS)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", ".inf", "-.Inf", ".nan", f"1{'0' * 400}"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.learning_rate", "steps", "objective.clip_high", "task.args.x", "rollout.stop"]
+)
+def test_u01_numbers_that_are_not_finite_are_refused_by_name(load, number, key):
+    nested = number
+    for name in reversed(key.split(".")):
+        nested = f"{{{name}: {nested}}}"
+    for text, overrides in (
+        (nested, ()),
+        (nested.replace(number, f"[1, {number}]"), ()),
+        ("{}", [f"{key}={number}"]),
+    ):
+        with pytest.raises(InputError, match=rf"{key}.* is not a finite number.*Write a finite one"):
+            load(text, *overrides)
+
+
+def test_u01_python_is_checked_as_files_are():
+    with pytest.raises(InputError, match="objective.clip_high: inf is not a finite number"):
+        parse_config({"objective": {"recipe": "dapo", "clip_high": float("inf")}})
 
 
 def test_u02_all_problems_at_once(load):

@@ -65,7 +65,7 @@ METRICS: dict[str, str] = {
     "policy/agent_baseline": "moving baseline that rewards are compared with, averaged over trajectories",
     "policy/baseline_reward": "mean reward of the greedy answers that serve as baseline",
     "policy/explained_variance": "share of the variance of the returns that the critic explained before this update",
-    "policy/kl_in_advantage": "KL per token that was taken off the advantage, in nats",
+    "policy/kl_in_advantage": "KL to the anchor (the teacher, or the reference of a penalty) per token, taken off the advantage, in nats",
     "policy/length_cost": "mean cost for relative length that was taken off the reward",
     "policy/returns": "mean return to go of a trained token",
     "policy/reward_part_missing": "fraction of the parts of rewards that could not be computed",

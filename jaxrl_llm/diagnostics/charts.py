@@ -243,9 +243,9 @@ def learning_charts(rows: Rows) -> list[Chart]:
             from_zero,
         ),
         Chart(
-            "Distance from the target policy",
-            "KL per token from the policy that the advantage pulls to, in nats: the teacher, or the reference of a penalty.",
-            _line(rows, "policy/kl_in_advantage", "from the target", _PURPLE),
+            "KL taken off the advantage",
+            "Per token, in nats: the KL to the teacher (opd), or to the reference of a penalty, that lowers the advantage.",
+            _line(rows, "policy/kl_in_advantage", "KL off the advantage", _PURPLE),
             {"yaxis": {"exponentformat": "e"}},
         ),
         Chart(

@@ -457,7 +457,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", _small),
     ("nll", "nll", _small),
     ("divergence_teacher", "to teacher", _small),
-    ("kl_in_advantage", "to target", _small),  # the teacher, or the reference of a penalty
+    ("kl_in_advantage", "KL to anchor", _small),  # the teacher of opd, or the reference of a penalty
     ("pair_accuracy", "pairs right", _percent),
     ("pair_margin", "margin", _small),
     ("reward_chosen", "chosen", _small),

@@ -63,7 +63,7 @@ _URL_USER = re.compile(
 # name=value, name = value, "name": "value", a YAML line `name: value`, {name: value}; not prose with a colon.
 _NAME = re.compile(
     r"""(?mx)
-    ^[ \t]* (?:-[ \t]+)* (?P<yaml>\w[\w.\-]*) [ \t]*:[ \t]+
+    ^[ \t]* (?:-[ \t]+)* (?P<yaml>\w[\w.\-]*) [ \t]*:(?:[ \t]+|$)
     | ["'] (?P<json>[\w.\-]+) ["'] \s*:\s*
     | [{,] [ \t]* (?P<flow>[\w.\-]+) [ \t]*:[ \t]+
     | (?<![\w.\-]) (?P<equals>[\w.\-]+) [ \t]*=(?!=)[ \t]*
@@ -71,14 +71,16 @@ _NAME = re.compile(
     """
 )
 _QUOTED = re.compile(r"""(?P<open>["'])(?P<inside>(?:\\.|(?!(?P=open))[^\n\\])*)(?P<close>(?P=open)?)""")
-_BRACKETS = re.compile(r"[\[{][^\]}\n]*[\]}]?")
+_BRACKETS = re.compile(r"""[\[\]{}]|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'""")
+_LONGEST_BRACKETS = 2000  # characters
 _BARE = re.compile(r"""[^\s"'&,;}\])]+""")
 _OF_FLOW = re.compile(r"[^,}\n]+")
-_OF_LINE = re.compile(r"[^\n]+")
 _OF_OPTION = re.compile(r"\S+")
-_HEADERS = frozenset("cookie set_cookie authorization proxy_authorization".split())
 _NOTHING = frozenset("None null True False true false".split())
 _AUTHORIZATION = re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/=\-]{6,}")
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----).){0,9999}(?:-----END [A-Z ]{0,40}-----)?", re.DOTALL
+)
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{6,}|sk-[A-Za-z0-9_\-]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_[A-Za-z0-9_]{12,}"
     r"|AKIA[A-Z0-9]{12,}|AIza[A-Za-z0-9_\-]{20,}|xox[abprs]-[A-Za-z0-9\-]{8,}|ya29\.[A-Za-z0-9_\-]{8,})"
@@ -148,8 +150,7 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
     """
     text = hide_credentials(text, environment)
     text = _AUTHORIZATION.sub(lambda m: f"{m[1]} {REDACTED}", text)
-    text = _KNOWN_SHAPES.sub(REDACTED, text)
-
+    text = _KNOWN_SHAPES.sub(REDACTED, _PRIVATE_KEY.sub(REDACTED, text))
     return _hide_assignments(text)
 
 
@@ -170,18 +171,60 @@ def _hidden_value(text: str, at: int, name: re.Match[str], kind: str) -> tuple[s
     """What is written in place of the value that begins at `at`, and where that ends."""
     quoted = _QUOTED.match(text, at)
     around = text[name.start(kind) - 1] if name.start(kind) else ""
-    if quoted is not None:
+    if quoted is not None and (quoted["close"] or kind != "yaml"):
         shown = REDACTED if quoted["inside"] else ""
         return quoted["open"] + shown + quoted["close"], quoted.end()
-    pattern = {"flow": _OF_FLOW, "option": _OF_OPTION}.get(kind, _BARE)
-    if kind == "yaml" and "_".join(_words(name[kind])) in _HEADERS:
-        pattern = _OF_LINE
-    elif kind == "equals" and around in ("'", '"'):  # 'name=some words', as a shell quotes it
+    if text[at : at + 1] in ("[", "{"):
+        return REDACTED, _end_of_brackets(text, at)
+    if kind == "yaml":
+        return _hidden_block(text, at, name.start(kind) - (text.rfind("\n", 0, name.start(kind)) + 1))
+    pattern = {"flow": _OF_FLOW, "json": _OF_FLOW, "option": _OF_OPTION}.get(kind, _BARE)
+    if kind == "equals" and around in ("'", '"'):  # 'name=some words', as a shell quotes it
         pattern = re.compile(rf"[^{around}\n]+")
-    value = _BRACKETS.match(text, at) or pattern.match(text, at)
+    value = pattern.match(text, at)
     if value is None or value[0].strip() in _NOTHING:
         return "", at
     return REDACTED, value.end()
+
+
+def _hidden_block(text: str, at: int, column: int) -> tuple[str, int]:
+    """The same of what stands beside and below a key of block YAML, which begins in this column of its line.
+
+    The value has all of the line, whatever blanks are in it, and the lines below that are indented more than the key:
+    the text after | or >, the rest of a text that goes on, the items of a list.
+    """
+    end = _end_of_line(text, at)
+    first = text[at:end].split()
+    if first and first[0] in _NOTHING:
+        return "", at
+    line = end
+    while line < len(text):
+        begin, line = line + 1, _end_of_line(text, line + 1)
+        content = text[begin:line].lstrip(" \t")
+        indent = line - begin - len(content)
+        # The dashes of a list may stand right below its key.
+        if indent > column or (indent == column and not first and content.startswith("- ")):
+            end = line if content.strip() else end
+        elif content.strip():
+            break
+    if not text[at:end].strip():
+        return "", at
+    return REDACTED if text[at - 1] in " \t" else f" {REDACTED}", end
+
+
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _end_of_brackets(text: str, at: int) -> int:
+    """Where the list or mapping that begins at `at` ends; where none does, the line."""
+    depth = 0
+    for found in _BRACKETS.finditer(text, at, at + _LONGEST_BRACKETS):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.end()
+    return _end_of_line(text, at)
 
 
 def redact(value: Any, environment: Mapping[str, str] | None = None) -> Any:

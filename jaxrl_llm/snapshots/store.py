@@ -18,9 +18,11 @@ killed while saving leaves only a temporary folder, which is never read.
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -45,13 +47,14 @@ from jaxrl_llm.snapshots.leaves import (
     stored_bytes,
     stored_dtype,
 )
-from jaxrl_llm.snapshots.quiet import reported
+from jaxrl_llm.snapshots.quiet import quiet_threads, reported
 
 __all__ = ["SnapshotError", "SnapshotStore", "fingerprint", "locate"]
 
 _FORMAT = 1
 _PARAMS = "params/"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 class _DamagedError(Exception):
@@ -174,6 +177,7 @@ class SnapshotStore:
             if arrays:
                 items[item] = ocp.args.PyTreeSave(arrays)
         self._saving = version
+        quiet_threads()
         with reported(), jax.transfer_guard("allow"):
             try:
                 self._manager.save(version, args=ocp.args.Composite(**items), force=True)
@@ -458,8 +462,13 @@ class SnapshotStore:
 
     def _failed(self, version: int, error: Exception) -> SnapshotError:
         self._saving = None
+        # TensorStore says it at the end of a long message that begins with the names of files.
+        full = next((words for words in _FULL if words in str(error)), None)
+        reason, remedy = (
+            (full, " Free some space or set a smaller keep_last.") if full else (_short(error), "")
+        )
         return SnapshotError(
-            f"Snapshot {version} could not be written to {self.directory}: {_short(error)}. {self._good()}"
+            f"Snapshot {version} could not be written to {self.directory}: {reason}. {self._good()}{remedy}"
         )
 
     def _good(self) -> str:

@@ -92,7 +92,10 @@ def truncate_importance(
 
 @stage(
     reads=MISMATCH,
-    writes=lambda a: ("batch.weight", *(("batch.counted",) if a["renormalize"] else ())),
+    writes=lambda a: (
+        *(("batch.weight",) if a["reweight"] or not a["renormalize"] else ()),
+        *(("batch.counted",) if a["renormalize"] else ()),
+    ),
 )
 def mask_importance(
     low: float | None,

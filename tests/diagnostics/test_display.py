@@ -68,7 +68,7 @@ OBJECTIVES = {
         "loss 0.400 | chosen 0.100 | rejected -0.300",
     ),
     "gkd": ({"loss": 0.5, "divergence_teacher": 0.5}, "loss 0.500 | to teacher 0.500"),
-    "opd": ({"loss": 2.5, "kl_in_advantage": 2.4}, "loss 2.500 | to target 2.400"),
+    "opd": ({"loss": 2.5, "kl_in_advantage": 2.4}, "loss 2.500 | KL to anchor 2.400"),
 }
 
 

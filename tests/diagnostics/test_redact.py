@@ -67,6 +67,19 @@ def test_no_setting_and_no_figure_looks_like_a_secret():
         ("OPENAI_KEY=abc DB_PASS=def", "OPENAI_KEY=*** DB_PASS=***"),
         ("Cookie: a=b; c=d\nHost: h", "Cookie: ***\nHost: h"),
         ("x=1,token=abc", "x=1,token=***"),
+        ("token: abc def ghi\nb: 5", "token: ***\nb: 5"),
+        ("token: abc, def\n  ghi\nb: 5", "token: ***\nb: 5"),
+        ('token: "abc def" # mine\nb: 5', 'token: "***" # mine\nb: 5'),
+        ("token: 'abc\n  def'\nb: 5", "token: ***\nb: 5"),
+        ("hub:\n  token: |\n    abc def\n\n    ghi\n\n  b: 5\n", "hub:\n  token: ***\n\n  b: 5\n"),
+        ("- password: >-\n    one two\n    three\n- b: 5", "- password: ***\n- b: 5"),
+        ("- password: |\n   one two\n  b: 5", "- password: ***\n  b: 5"),
+        ("token:\n  abc def\nb: 5", "token: ***\nb: 5"),
+        ("api_keys:\n- one two\n- three\nb: [1]", "api_keys: ***\nb: [1]"),
+        ("api_keys:\n  - one\n  - k: two\nb: 5", "api_keys: ***\nb: 5"),
+        ('{"api_keys": [\n  "one",\n  ["two]", 3]\n], "b": 2}', '{"api_keys": ***, "b": 2}'),
+        ('"token": abc def\nb: 5', '"token": ***\nb: 5'),
+        ("x -----BEGIN RSA PRIVATE KEY-----\nMII\nabc=\n-----END RSA PRIVATE KEY----- y", "x *** y"),
         ("using hf_FAKE123", "using ***"),
         ("using hf_abcdefghij", "using ***"),
     ],
@@ -85,6 +98,10 @@ def test_secrets_in_text(text, expected):
         "token: null is fine as a prose word",
         "extra hf_ and sk-learn",
         "api_key=None",
+        "token:\nb: 5",
+        "token: \n\nb: 5",
+        "token: null\n  b: 5",
+        "max_tokens: |\n  5 words",
         "api_key = None, token == 5",
         "{max_tokens: 5, eos_token: 7, row_tokens: 64}",
         "max_tokens = 5, prompt_tokens = 7",
@@ -151,7 +168,24 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand():
 
 def test_long_texts_take_no_time():
     begin = time.process_time()
-    for piece in ("a", "a.", "-", "- ", "http://", "http://a:", "a=", "{a, ", "'", "token=", "'a"):
+    for piece in (
+        "a",
+        "a.",
+        "-",
+        "- ",
+        "http://",
+        "http://a:",
+        "a=",
+        "{a, ",
+        "'",
+        "token=",
+        "'a",
+        "token=[",
+        "token: [",
+        "token:\n",
+        "token: a\n b\n",
+        "-----BEGIN PRIVATE KEY-----",
+    ):
         redact_text(piece * 4000, {})
     assert time.process_time() - begin < 2.0
 

@@ -199,7 +199,7 @@ def test_distillation_shows_the_distance_and_shares_start_at_zero(tmp_path):
     ]
     page = read(write(tmp_path, rows))
     assert page.figures[0]["data"][0]["y"] == [2.0, 1.0]
-    assert page.text.index("Distance from the target policy") < page.text.index("Reward")
+    assert page.text.index("KL taken off the advantage") < page.text.index("Reward")
     shares = [
         axis
         for axis in (figure["layout"].get("yaxis", {}) for figure in page.figures)
