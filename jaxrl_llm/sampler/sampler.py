@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -13,7 +13,9 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.attention import AttentionPath, attention_path
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
@@ -45,6 +47,8 @@ class Sampler:
         prefill_rows: int = 8,
         prefill_chunk: int = 32,
         preemption: str = "move",
+        weights: Precision = "compute",
+        kv: Precision = "compute",
         mesh: jax.sharding.Mesh | None = None,
     ):
         """
@@ -63,10 +67,16 @@ class Sampler:
           preemption: "move" = pages of a preempted row go to host memory and come back, exact;
             "recompute" = they are computed again by prefill, which costs no host memory and may differ
             from decoding in the last bits.
+          weights, kv: "int8" or "fp8" keep the weights of the layers, or the pages, in 8 bits. What is sampled from,
+            and what log-probs are of, is then the rounded policy, which is not the learner's.
           mesh: devices to run on; the state is replicated over it. None: where the weights are.
         """
         if preemption not in ("move", "recompute"):
             raise InputError(f'sampler: preemption must be "move" or "recompute", got {preemption!r}.')
+        for name, value in (("weights", weights), ("kv", kv)):
+            if value not in get_args(Precision):
+                allowed = ", ".join(get_args(Precision))
+                raise InputError(f"sampler: {name} must be one of {allowed}, got {value!r}.")
         for name, value, least in (
             ("slots", slots, 2),
             ("page_size", page_size, 1),
@@ -94,6 +104,7 @@ class Sampler:
         self._steps = steps_per_dispatch
         self._prefill_shape = (prefill_rows, pages_for(prefill_chunk, page_size) * page_size)
         self._preemption = preemption
+        self._precision: tuple[Precision, Precision] = (weights, kv)
         self._mesh = mesh
         self._largest = (0, 0)  # table width and pages of any call so far
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
@@ -110,7 +121,7 @@ class Sampler:
         """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last.
 
         Args:
-          params: the learner's tree, or the result of `decode.prepare_for_sampling`.
+          params: the learner's tree, or the result of `decode.prepare_for_sampling`, in whatever precision.
           prompts: prompts, or token lists (uid = hash of the tokens and occurrence in this call).
           version: stamped on every token.
           on_progress: called with the statistics so far after every dispatch.
@@ -130,11 +141,15 @@ class Sampler:
         weights = params
         if not isinstance(params, decode.SamplingWeights):
             _check_params(params, self.config)
-            weights = decode.prepare_for_sampling(params, self.config)
+            weights = decode.prepare_for_sampling(params, self.config, self._precision[0])
         stats.prepare_seconds = time.perf_counter() - began
         run = _Run(self, weights, prompts, sampling, began)
         run.to_the_end(on_progress)
         return run.completions(version)
+
+    def attention(self, params: Any) -> AttentionPath:
+        """What attends to the pages where these weights are, and why."""
+        return attention_path(self.config, *_platform(params, self._mesh), kv=self._precision[1])
 
     # ------------------------------------------------------------------------------------- internals
 
@@ -215,6 +230,14 @@ def _home(weights: decode.SamplingWeights, mesh: jax.sharding.Mesh | None) -> ja
     return shardings.pop() if len(shardings) == 1 else None
 
 
+def _platform(weights: Any, mesh: jax.sharding.Mesh | None) -> tuple[str, int]:
+    """Name and number of the devices that a program runs on."""
+    devices = set() if mesh is None else set(mesh.devices.flat)
+    if mesh is None:
+        devices.update(*(x.devices() for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)))
+    return next((d.platform for d in devices), jax.default_backend()), max(1, len(devices))
+
+
 class _Run:
     """One call of `generate`."""
 
@@ -287,8 +310,9 @@ class _Run:
         self._refuse_too_large()
         for row in self._rows:
             self._scheduler.submit(row)
-        self._state = decode.init_state(config, sampler._slots, pages, S, self._width)
         home = _home(weights, sampler._mesh)
+        kv, path = sampler._precision[1], sampler.attention(weights)
+        self._state = decode.init_state(config, sampler._slots, pages, S, self._width, kv=kv, path=path.name)
         if home is not None:
             self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
 
@@ -418,19 +442,21 @@ class _Run:
                 self._state, cache=decode.duplicate_pages(self._state.cache, *arguments)
             )
 
-    def _store(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _store(self, pages: list[int]) -> Any:
         ids = np.full(self._width, NOBODY, np.int32)
         ids[: len(pages)] = pages
-        k, v = jax.device_get(decode.store_pages(self._state.cache, jax.device_put(ids)))
-        return k[:, : len(pages)].copy(), v[:, : len(pages)].copy()
+        stored = jax.device_get(decode.store_pages(self._state.cache, jax.device_put(ids)))
+        return jax.tree.map(lambda x: x[:, : len(pages)].copy(), stored)
 
     def _load(self, row: Row) -> None:
-        used = row.saved[0].shape[1]
+        used = jax.tree.leaves(row.saved)[0].shape[1]
         ids = np.full(self._width, NOBODY, np.int32)
         ids[:used] = row.own[:used]
-        k, v = (
-            np.concatenate([x, np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)], axis=1)
-            for x in row.saved
+        k, v = jax.tree.map(
+            lambda x: np.concatenate(
+                [x, np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)], axis=1
+            ),
+            row.saved,
         )
         row.saved = None
         arguments = jax.device_put((k, v, ids))
