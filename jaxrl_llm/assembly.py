@@ -193,6 +193,8 @@ def build_sampler(config: Config, model: Model) -> Sampler:
         max_context=config.model.max_context,
         tokenizer=model.tokenizer,
         steps_per_dispatch=config.sampler.steps_per_dispatch,
+        weights=config.sampler.weights,
+        kv=config.sampler.kv,
     )
 
 

@@ -44,6 +44,7 @@ Seed = Annotated[int, pydantic.Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, pydantic.Field(gt=0, le=1)]
 NonNegative = Annotated[float, pydantic.Field(ge=0)]
 DType = Literal["float32", "bfloat16"]
+Precision = Literal["compute", "int8", "fp8"]  # compute: model.dtype
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -130,6 +131,10 @@ class SamplerSettings:
     page_size: Positive = 64  # tokens per page of the K/V cache
     pages: Positive | None = None  # default: enough for every slot at max_context
     steps_per_dispatch: Positive = 8  # decode steps between two looks of the host
+    # Of the layers' weights and of the K/V cache while sampling, evaluation included. In 8 bits the policy that samples
+    # is not the learner's, and the objective must correct for it (truncate_importance).
+    weights: Precision = "compute"
+    kv: Precision = "compute"
 
 
 @_section

@@ -56,15 +56,19 @@ def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: 
     if pages is None:
         step = max(16, s.slots)
         pages = -(-(1 + min(s.slots, rows) * (pages_for(max_tokens, s.page_size) + 1)) // step) * step
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _width(model.dtype)
+    # 8-bit numbers have an f32 scale for each token and head.
+    head = model.head_dim * _width(model.dtype) if s.kv == "compute" else model.head_dim + 4
+    token = 2 * model.num_layers * model.num_kv_heads * head
     sequences, tokens = _PREFILL[0], max(_PREFILL[1], s.page_size)
     # 16 bytes of bookkeeping of a page; logits and what a dispatch gives back of a slot
     return [
         Part(
             "K/V cache",
             pages * (s.page_size * token + 16),
-            ("sampler.pages" if s.pages else "sampler.slots", "sampler.page_size"),
+            ("sampler.pages" if s.pages else "sampler.slots", "sampler.page_size")
+            + (("sampler.kv",) if s.kv == "compute" else ()),
         ),
+        *_weight_copies(config, model),
         Part(
             "decoding",
             s.slots * (4 * model.vocab_size + (9 + _support_bytes(config, model)) * s.steps_per_dispatch),
@@ -73,6 +77,18 @@ def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: 
         Part("prefill", 4 * sequences * model.num_heads * tokens**2, ("sampler.page_size",)),
         Part("completions", rows * _ROW_BYTES, ("rollout.prompts", "rollout.group_size", "evaluation.items")),
     ]
+
+
+def _weight_copies(config: Config, model: ModelConfig) -> list[Part]:
+    """What sampling keeps of the weights beside the f32 master weights."""
+    kind, compute = config.sampler.weights, _width(model.dtype)
+    matrices = model.num_layers * (
+        2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim
+        + 3 * model.hidden_size * model.intermediate_size
+    )
+    width = 1 if kind != "compute" else compute if compute < 4 else 0  # f32 weights are not copied
+    settings = ("sampler.weights", "model.source") if kind == "compute" else ("model.source",)
+    return [Part("weights of the sampler", matrices * width, settings)] if width else []
 
 
 def learner_parts(

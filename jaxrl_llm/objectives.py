@@ -39,6 +39,7 @@ __all__ = [
     "build_objective",
     "check_arguments",
     "check_group_size",
+    "check_sampled_precision",
     "check_teacher",
     "check_trainable",
     "described",
@@ -160,6 +161,31 @@ def check_group_size(objective: LossTransform, size: int) -> None:
                 f"rollout.group_size: {size} samples per prompt hold only one set of k={given['k']}, so that every advantage of "
                 "pass@k is 0. Use more samples, or a smaller k (objective.k)."
             )
+
+
+def check_sampled_precision(objective: LossTransform, weights: str, kv: str) -> None:
+    """Refuses a sampler in 8 bits for an objective that does not weigh by learner / sampler.
+
+    A ratio anchored at "behavior" holds that quotient, but clips it as if the policy had moved by it.
+
+    Raises:
+      InputError: names the settings and what to add.
+    """
+    reduced = [
+        f"sampler.{name}: {value}" for name, value in (("weights", weights), ("kv", kv)) if value != "compute"
+    ]
+    if not reduced or any(
+        {"batch.logprob_proximal", "batch.logprob_behavior"} <= {transforms.Need(r).key for r in info.reads}
+        and "batch.weight" in info.writes
+        for info in objective.info
+    ):
+        return
+    raise InputError(
+        f"{' and '.join(reduced)} samples from a rounded policy, which is not the learner's, and the objective has no "
+        "correction for that. Set objective.anchor=proximal and objective.importance_cap=2, where the recipe takes them, or "
+        "put truncate_importance(cap=2) or mask_importance into the chain, with a ratio anchored at proximal; "
+        "decoupled_ppo and icepop have one. Or leave the sampler at compute."
+    )
 
 
 def _check_parts(objective: LossTransform, parts: frozenset[str]) -> None:

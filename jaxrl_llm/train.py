@@ -75,6 +75,7 @@ from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import (
     build_objective,
     check_group_size,
+    check_sampled_precision,
     check_teacher,
     check_trainable,
     is_trust_region,
@@ -427,6 +428,7 @@ class Run(BaseRun):
         self.parts = reward_parts(task) if "rewards" in needed_fields(objective) else ()
         check_trainable(objective, self.parts)
         check_group_size(objective, config.rollout.group_size)
+        check_sampled_precision(objective, config.sampler.weights, config.sampler.kv)
         rows = config.rollout.prompts * config.rollout.group_size
         if rows % config.learner.minibatches:
             raise InputError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -81,20 +81,28 @@ def apply_rope(x_BTHK: Array, rope: tuple[Array, Array]) -> Array:
 
 
 def decoder_layer(
-    layer: dict[str, Array], config: ModelConfig, x_BTD: Array, rope: tuple[Array, Array], attend: Attend
+    layer: Mapping[str, Any],
+    config: ModelConfig,
+    x_BTD: Array,
+    rope: tuple[Array, Array],
+    attend: Attend,
+    product: Callable[[Array, Any], Array] = dense,
 ) -> tuple[Array, Any]:
-    """One layer. `attend(q [B,T,H,K], k [B,T,N,K], v [B,T,N,K])` returns ([B,T,H,K], anything)."""
+    """One layer. `attend(q [B,T,H,K], k [B,T,N,K], v [B,T,N,K])` returns ([B,T,H,K], anything).
+
+    `product(x [..., D], w)` is x @ w in whatever form the matrices of the layer are.
+    """
     B, T, _ = x_BTD.shape
     K = config.head_dim
     h = rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps)
-    q = dense(h, layer["q"]).reshape(B, T, config.num_heads, K)
-    k = dense(h, layer["k"]).reshape(B, T, config.num_kv_heads, K)
-    v = dense(h, layer["v"]).reshape(B, T, config.num_kv_heads, K)
+    q = product(h, layer["q"]).reshape(B, T, config.num_heads, K)
+    k = product(h, layer["k"]).reshape(B, T, config.num_kv_heads, K)
+    v = product(h, layer["v"]).reshape(B, T, config.num_kv_heads, K)
     attended, carry = attend(apply_rope(q, rope), apply_rope(k, rope), v)
-    x_BTD = x_BTD + dense(attended.reshape(B, T, config.num_heads * K), layer["o"])
+    x_BTD = x_BTD + product(attended.reshape(B, T, config.num_heads * K), layer["o"])
     h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
-    gated = jax.nn.silu(dense(h, layer["gate"])) * dense(h, layer["up"])
-    return x_BTD + dense(gated, layer["down"]), carry
+    gated = jax.nn.silu(product(h, layer["gate"])) * product(h, layer["up"])
+    return x_BTD + product(gated, layer["down"]), carry
 
 
 def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:

@@ -20,17 +20,15 @@ import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
+from jaxrl_llm.ops.quantize import Precision, QuantizedMatrix, Stored, quantize_matrix, weight_product
+from jaxrl_llm.sampler.attention import PageAttention, decode_step, init_pages, prefill_step
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
-    chunk_attention,
+    RaggedCache,
     copy_pages,
-    decode_attention,
-    init_cache,
     read_pages,
-    write_chunk,
     write_pages,
-    write_tokens,
 )
 from jaxrl_llm.sampler.rules import Tables
 from jaxrl_llm.sampler.sampling import RowSampling, draw
@@ -42,12 +40,14 @@ __all__ = [
     "SamplingWeights",
     "collect",
     "duplicate_pages",
+    "forbidden_tokens",
     "free_resource",
     "generate",
     "init_state",
     "insert",
     "launch",
     "load_pages",
+    "next_logits",
     "prefill",
     "prepare_for_sampling",
     "store_pages",
@@ -61,7 +61,7 @@ class SamplingWeights:
     """Weights in the form that decoding reads fastest; made by `prepare_for_sampling`."""
 
     embed: Array  # [V, D], as in the source tree
-    layers: dict[str, Array]  # stacked, compute dtype
+    layers: dict[str, Array | QuantizedMatrix]  # stacked, compute dtype; matrices may be in 8 bits
     final_norm: Array  # [D]
     head: Array  # [D, V], head dtype, x @ W orientation
 
@@ -74,7 +74,7 @@ class DecodeState:
     as NumPy arrays on the host between dispatches, where the scheduler edits them.
     """
 
-    cache: PagedCache
+    cache: PagedCache | RaggedCache
     table: Any  # i32[slots, W], physical pages of each row
     token: Any  # i32[slots], newest token, whose K/V are not yet in the pages
     position: Any  # i32[slots], its position = tokens of the row in its pages
@@ -116,13 +116,28 @@ def _cast(layers: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype), layers)
 
 
-def prepare_for_sampling(params: Any, config: ModelConfig) -> SamplingWeights:
+@functools.partial(jax.jit, static_argnames=("dtype", "kind"))
+def _quantize(layers: Any, dtype: str, kind: str) -> Any:
+    return {
+        name: x.astype(dtype) if x.ndim < 3 else quantize_matrix(x, kind)  # norms have one number a channel
+        for name, x in layers.items()
+    }
+
+
+def prepare_for_sampling(params: Any, config: ModelConfig, weights: Precision = "compute") -> SamplingWeights:
     """Copies of the weights for decoding: compute dtype, and the tied head in x @ W orientation.
 
     Pure, once per swap. The source tree is neither kept nor changed; what needs no change is not copied.
+
+    Args:
+      weights: "int8" and "fp8" round the matrices of the layers to 8 bits with a scale for each output channel, so
+        that the policy that is sampled from is another one. Norms, the embedding and the head are left as they are: an
+        error of a logit is an error of a log-prob at once, and no layer comes after it to average it out.
     """
     layers = params["layers"]
-    if any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
+    if weights != "compute":
+        layers = _quantize(layers, config.dtype, weights)
+    elif any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
         layers = _cast(layers, config.dtype)
     head = params.get("head")
     if head is None or head.dtype != jnp.dtype(config.logits_dtype):
@@ -130,16 +145,30 @@ def prepare_for_sampling(params: Any, config: ModelConfig) -> SamplingWeights:
     return SamplingWeights(embed=params["embed"], layers=layers, final_norm=params["final_norm"], head=head)
 
 
-_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2))
+_init_pages = jax.jit(init_pages, static_argnums=(0, 1, 2, 3, 4))
 
 
-def init_state(config: ModelConfig, slots: int, pages: int, page_size: int, width: int) -> DecodeState:
-    """No live rows, zeroed pages; `width` is the number of pages that a row can have."""
+def init_state(
+    config: ModelConfig,
+    slots: int,
+    pages: int,
+    page_size: int,
+    width: int,
+    *,
+    kv: Precision = "compute",
+    path: str = "blockwise",
+) -> DecodeState:
+    """No live rows, zeroed pages; `width` is the number of pages that a row can have.
+
+    Args:
+      kv: the precision of the pages.
+      path: the name of an `attention.AttentionPath`, whose layout the pages have.
+    """
     if slots < 2:
         # A product with one row takes another, in bf16 very slow, code path.
         raise ValueError(f"sampler: slots must be at least 2, got {slots}.")
     return DecodeState(
-        cache=_init_cache(config, pages, page_size),
+        cache=_init_pages(config, pages, page_size, kv, path),
         table=np.full((slots, width), NOBODY, np.int32),
         token=np.zeros(slots, np.int32),
         position=np.zeros(slots, np.int32),
@@ -152,40 +181,58 @@ def init_state(config: ModelConfig, slots: int, pages: int, page_size: int, widt
     )
 
 
-def _run_layers(weights: SamplingWeights, config: ModelConfig, tokens: Array, positions: Array, attend):
-    """(hidden [B, T, D], k [L, B, T, N, K], v) with attend(q, k, v, layer) -> [B, T, H, K]."""
+def _run_layers(
+    weights: SamplingWeights, config: ModelConfig, tokens: Array, positions: Array, pages: PageAttention
+) -> tuple[Array, Any]:
+    """(hidden [B, T, D], the cache with the keys and values of these tokens)."""
     rope = rope_tables(config, positions)
 
-    def body(x, layer):
+    def body(carry, layer):
+        x, carried = carry
         weights_of_layer, index = layer
-        x, new = decoder_layer(
-            weights_of_layer, config, x, rope, lambda q, k, v: (attend(q, k, v, index), (k, v))
-        )
-        return x, new
+
+        def attend(q, k, v):
+            attended, after, new = pages.attend(q, k, v, index, carried)
+            return attended, (after, new)
+
+        x, (carried, new) = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
+        return (x, carried), new
 
     x = embed({"embed": weights.embed}, config, tokens)
-    x, (k, v) = jax.lax.scan(body, x, (weights.layers, jnp.arange(config.num_layers)))
-    return x, k, v
+    (x, carried), new = jax.lax.scan(
+        body, (x, pages.carried), (weights.layers, jnp.arange(config.num_layers))
+    )
+    return x, pages.written(carried, new)
 
 
-def _logits(weights: SamplingWeights, config: ModelConfig, x: Array) -> Array:
+def next_logits(weights: SamplingWeights, config: ModelConfig, x: Array) -> Array:
     """[N, V] in f32 (f64 stays f64) of hidden states [N, D]."""
     h = rms_norm(x, weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
     wide = jnp.promote_types(h.dtype, jnp.float32)
     return jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
 
 
+def forbidden_tokens(suppressed: Array, stop: Array, position: Array, floor: Array) -> Array:
+    """bool[B, V]: what must not follow the token at `position` i32[B].
+
+    Args:
+      suppressed, stop: bool[B, V] or [V], never sampled, and not sampled below the floor.
+      floor: i32[B], tokens below which stop ids are suppressed.
+    """
+    return suppressed | (stop & (position + 1 < floor)[:, None])
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def prefill(
     weights: SamplingWeights,
     config: ModelConfig,
-    cache: PagedCache,
+    cache: PagedCache | RaggedCache,
     tokens,
     starts,
     lengths,
     table,
     targets=None,
-) -> tuple[PagedCache, Array | None]:
+) -> tuple[PagedCache | RaggedCache, Array | None]:
     """Computes one chunk of several prompts and writes its keys and values to their pages.
 
     Args:
@@ -198,24 +245,16 @@ def prefill(
     Returns:
       The cache, and the raw log-probs of the targets, f32[R, C] or None.
     """
-    R, C = tokens.shape
-    S = cache.page_size
-    blocks = jnp.max(jnp.where(lengths > 0, starts, 0)) // S
-
-    def attend(q, k, v, layer):
-        return chunk_attention(q, k, v, cache, layer, table, starts, blocks)
-
+    C = tokens.shape[1]
     positions = starts[:, None] + jnp.arange(C)
-    x, k, v = _run_layers(weights, config, tokens, positions, attend)
-    columns = jnp.arange(C // S)
-    pages = jnp.take_along_axis(table, starts[:, None] // S + columns, axis=1, mode="clip")
-    cache = write_chunk(cache, k, v, jnp.where(columns * S < lengths[:, None], pages, NOBODY))
+    pages = prefill_step(cache, table, starts, lengths, C)
+    x, cache = _run_layers(weights, config, tokens, positions, pages)
     if targets is None:
         return cache, None
 
     def score(row):  # one prompt's logits at a time
         x, target = row
-        logp = jax.nn.log_softmax(_logits(weights, config, x), axis=-1)
+        logp = jax.nn.log_softmax(next_logits(weights, config, x), axis=-1)
         return jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0].astype(jnp.float32)
 
     return cache, jax.lax.map(score, (x, targets))
@@ -280,28 +319,19 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top, support):
     slots = rows["token"].shape[0]
     table, limit, floor, rule = rows["table"], rows["limit"], rows["floor"], rows["rule"]
-    S = cache.page_size
-    index = jnp.arange(slots)
 
     def of_rows(entries):  # [R, V] -> [slots, V], or [V] where there is one rule only
         return entries[0] if entries.shape[0] == 1 else entries[rule]
 
     def step(carry):
         t, cache, token, position, active, out = carry
-        blocks = jnp.max(jnp.where(active, -(-position // S), 0))
-
-        def attend(q, k, v, layer):
-            return decode_attention(q, k, v, cache, layer, table, position, blocks)
-
-        x, k, v = _run_layers(weights, config, token[:, None], position[:, None], attend)
-        pages = jnp.where(active, table[index, position // S], NOBODY)
-        cache = write_tokens(cache, k[:, :, 0], v[:, :, 0], pages, position % S)
-
+        pages = decode_step(cache, table, position, active)
+        x, cache = _run_layers(weights, config, token[:, None], position[:, None], pages)
         forbidden = None
         if tables.suppressed is not None:
-            forbidden = of_rows(tables.suppressed) | (of_rows(tables.stop) & (position + 1 < floor)[:, None])
+            forbidden = forbidden_tokens(of_rows(tables.suppressed), of_rows(tables.stop), position, floor)
         drawn = draw(
-            _logits(weights, config, x[:, 0]),
+            next_logits(weights, config, x[:, 0]),
             rows["keys"],
             position + 1,
             rows["sampling"],
@@ -422,18 +452,21 @@ def generate(
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def duplicate_pages(cache: PagedCache, source, target) -> PagedCache:
+def duplicate_pages(cache: PagedCache | RaggedCache, source, target) -> PagedCache | RaggedCache:
     """Copy on write: page source[i] is copied to page target[i], i32[M]."""
     return copy_pages(cache, source, target)
 
 
 @jax.jit
-def store_pages(cache: PagedCache, pages) -> tuple[Array, Array]:
-    """Pages i32[M] as (k, v), [L, M, N, S, K] each, to be kept in host memory."""
+def store_pages(cache: PagedCache | RaggedCache, pages) -> tuple[Array | Stored, Array | Stored]:
+    """Pages i32[M] as (k, v), [L, M, N, S, K] each, to be kept in host memory.
+
+    Of 8-bit pages each is `Stored`, with scales [L, M, N, S]: map over the leaves, whose axis 1 is the pages.
+    """
     return read_pages(cache, pages)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def load_pages(cache: PagedCache, k, v, pages) -> PagedCache:
+def load_pages(cache: PagedCache | RaggedCache, k, v, pages) -> PagedCache | RaggedCache:
     """The inverse of `store_pages`, to possibly other pages."""
     return write_pages(cache, k, v, pages)

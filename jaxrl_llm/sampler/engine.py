@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.attention import AttentionPath, attention_path
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
 from jaxrl_llm.sampler.rules import Rule, RuleTable
@@ -93,6 +95,8 @@ class Engine:
         preemption: str = "move",
         keep_prefixes: bool = True,
         reuse_generated: bool = False,
+        weights: Precision = "compute",
+        kv: Precision = "compute",
         mesh: jax.sharding.Mesh | None = None,
         device: jax.Device | None = None,
         prefill_on: jax.Device | None = None,
@@ -116,6 +120,8 @@ class Engine:
           keep_prefixes: prompts that begin alike share full pages, also after their rows have ended. Exact.
           reuse_generated: pages of a completion are kept for prompts that continue it, too (the next turn of a
             conversation). They were computed by decoding and not by prefill: the last bits may differ.
+          weights, kv: "int8" or "fp8" keep the weights of the layers, or the pages, in 8 bits. What is sampled from,
+            and what log-probs are of, is then the rounded policy, which is not the learner's.
           mesh: devices to run on; the pages are replicated over it. None: where the weights are.
           device: the weights are copied there when they are swapped in; None: they stay where they are.
           prefill_on: another device, which computes prompts while this one decodes; the pages are moved over when
@@ -133,6 +139,8 @@ class Engine:
             prefill_chunk=prefill_chunk,
             prefill_calls=prefill_calls,
             preemption=preemption,
+            weights=weights,
+            kv=kv,
         )
         if prefill_on is not None and reuse_generated:
             raise InputError(
@@ -151,6 +159,7 @@ class Engine:
         self._prefill_shape = (prefill_rows, pages_for(prefill_chunk, page_size) * page_size)
         self._prefill_calls = prefill_calls
         self._preemption = preemption
+        self._precision: tuple[Precision, Precision] = (weights, kv)
         self._reuse_generated = reuse_generated
         self._mesh = mesh
         self._device = device
@@ -211,10 +220,14 @@ class Engine:
                 f"sampler: the weights of version {version} have the fingerprint {print_}, expected {expect}: they were "
                 "damaged or mixed up on the way. The weights served so far stay; send them again."
             )
-        weights = params if prepared else decode.prepare_for_sampling(params, self.config)
+        weights = params if prepared else decode.prepare_for_sampling(params, self.config, self._precision[0])
         self._use(weights, version, pages)
         self.fingerprint = print_ or None
         return print_
+
+    def attention(self, weights: Any) -> AttentionPath:
+        """What attends to the pages where these weights are, and why."""
+        return attention_path(self.config, *_platform(weights, self._mesh), kv=self._precision[1])
 
     def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
         if self._pending is not None:
@@ -225,7 +238,13 @@ class Engine:
             self._prefill_weights = jax.device_put(weights, self._prefill_on)
         if first:
             self._state = decode.init_state(
-                self.config, self.stats.slots, self.stats.pages, self._page_size, self._width
+                self.config,
+                self.stats.slots,
+                self.stats.pages,
+                self._page_size,
+                self._width,
+                kv=self._precision[1],
+                path=self.attention(self._weights).name,
             )
             home = _home(self._weights, self._mesh)
             if home is not None:
@@ -570,7 +589,7 @@ class Engine:
             ids = np.full(W, NOBODY, np.int32)
             ids[: len(pages[i : i + W])] = pages[i : i + W]
             moved = decode.store_pages(self._prefill_cache, jax.device_put(ids, self._prefill_on))
-            k, v, ids = jax.device_put((*moved, ids), self._state.cache.k.sharding)
+            k, v, ids = jax.device_put((*moved, ids), jax.tree.leaves(self._state.cache)[0].sharding)
             self._state = dataclasses.replace(
                 self._state, cache=decode.load_pages(self._state.cache, k, v, ids)
             )
@@ -585,23 +604,24 @@ class Engine:
                 self._state, cache=decode.duplicate_pages(self._state.cache, *arguments)
             )
 
-    def _store(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _store(self, pages: list[int]) -> Any:
         ids = np.full(self._width, NOBODY, np.int32)
         ids[: len(pages)] = pages
-        k, v = jax.device_get(decode.store_pages(self._state.cache, self._put(ids)))
-        return k[:, : len(pages)].copy(), v[:, : len(pages)].copy()
+        stored = jax.device_get(decode.store_pages(self._state.cache, self._put(ids)))
+        return jax.tree.map(lambda x: x[:, : len(pages)].copy(), stored)
 
     def _load(self, row: Row) -> None:
         """Brings the pages of a preempted row back; those that it shares with its prompt are there."""
         shared = len(row.shared)
-        k, v = (x[:, shared:] for x in row.saved)
-        used = k.shape[1]
+        used = jax.tree.leaves(row.saved)[0].shape[1] - shared
         ids = np.full(self._width, NOBODY, np.int32)
         ids[:used] = row.own[:used]
-        k, v = (
-            np.concatenate([x, np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)], axis=1)
-            for x in (k, v)
-        )
+
+        def padded(x):
+            filling = np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)
+            return np.concatenate([x[:, shared:], filling], axis=1)
+
+        k, v = jax.tree.map(padded, row.saved)
         arguments = self._put((k, v, ids))
         self._state = dataclasses.replace(self._state, cache=decode.load_pages(self._state.cache, *arguments))
 
@@ -766,10 +786,16 @@ def check_options(
     prefill_chunk: int,
     prefill_calls: int | None = None,
     preemption: str,
+    weights: str,
+    kv: str,
 ) -> None:
     """Raises InputError for arguments of an engine that cannot be."""
     if preemption not in ("move", "recompute"):
         raise InputError(f'sampler: preemption must be "move" or "recompute", got {preemption!r}.')
+    for name, choice in (("weights", weights), ("kv", kv)):
+        if choice not in get_args(Precision):
+            allowed = ", ".join(get_args(Precision))
+            raise InputError(f"sampler: {name} must be one of {allowed}, got {choice!r}.")
     for name, value, least in (
         ("slots", slots, 2),
         ("page_size", page_size, 1),
@@ -815,3 +841,11 @@ def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.
     return shardings.pop() if len(shardings) == 1 else None
+
+
+def _platform(weights: Any, mesh: jax.sharding.Mesh | None) -> tuple[str, int]:
+    """Name and number of the devices that a program runs on."""
+    devices = set() if mesh is None else set(mesh.devices.flat)
+    if mesh is None:
+        devices.update(*(x.devices() for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)))
+    return next((d.platform for d in devices), jax.default_backend()), max(1, len(devices))

@@ -10,6 +10,11 @@ Attention visits the pages of a row one after the other with an online softmax (
 result of a row is bit for bit the same however many pages its neighbours have, and the work is
 proportional to the longest live row, not to capacity.
 
+Pages may hold 8-bit numbers with a scale for each token and head. Whoever attends then sees what the pages hold, also
+of tokens that are not there yet, so that it does not matter which of them were computed together.
+
+`RaggedCache` is the same memory in the layout of a TPU kernel, see `attention`.
+
 Local names: B rows, C tokens of a chunk, H query heads, N key/value heads, G = H / N, K head dim,
 S page size, L layers, P pages.
 """
@@ -17,20 +22,26 @@ S page size, L layers, P pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.ops.quantize import DTYPES, Stored, quantize, restore
 
 __all__ = [
     "PageAllocator",
     "PagedCache",
+    "RaggedCache",
+    "Stored",
+    "as_stored",
     "chunk_attention",
     "copy_pages",
     "decode_attention",
     "init_cache",
+    "init_ragged_cache",
     "pages_for",
     "read_pages",
     "write_chunk",
@@ -45,10 +56,12 @@ NOBODY = 0  # the page that is never allocated
 
 @flax.struct.dataclass(kw_only=True)
 class PagedCache:
-    """Device memory of the pages, in the compute dtype."""
+    """Device memory of the pages, in the compute dtype or in 8 bits with scales beside them."""
 
     k: Array  # [L, P, N, S, K], after the rotary embedding
     v: Array  # [L, P, N, S, K]
+    k_scale: Array | None = None  # f32[L, P, N, S] with 8-bit pages: what a number of k is multiplied by
+    v_scale: Array | None = None  # likewise
 
     @property
     def pages(self) -> int:
@@ -61,10 +74,52 @@ class PagedCache:
         return self.k.shape[3]
 
 
-def init_cache(config: ModelConfig, pages: int, page_size: int) -> PagedCache:
-    """Zeroed pages."""
+@flax.struct.dataclass(kw_only=True)
+class RaggedCache:
+    """Device memory of the pages as `ragged_paged_attention` reads them: keys and values of a head side by side.
+
+    C ≥ 2 N and Z ≥ K: heads and their width are padded with zeros to what the kernel can tile. A TPU pads them in its
+    memory anyway.
+    """
+
+    kv: Array  # [L, P, S, C, Z], in the compute dtype
+    kv_heads: int = flax.struct.field(pytree_node=False)  # N
+    head_dim: int = flax.struct.field(pytree_node=False)  # K
+
+    @property
+    def pages(self) -> int:
+        """P, the unused page 0 included."""
+        return self.kv.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """S, tokens."""
+        return self.kv.shape[2]
+
+
+def init_cache(config: ModelConfig, pages: int, page_size: int, kv: str = "compute") -> PagedCache:
+    """Zeroed pages; `kv` is the `Precision` that they hold."""
     shape = (config.num_layers, pages, config.num_kv_heads, page_size, config.head_dim)
-    return PagedCache(k=jnp.zeros(shape, config.dtype), v=jnp.zeros(shape, config.dtype))
+    dtype = config.dtype if kv == "compute" else DTYPES[kv]
+    scales: dict[str, Array] = {}
+    if kv != "compute":
+        scales = {name: jnp.zeros(shape[:-1], jnp.float32) for name in ("k_scale", "v_scale")}
+    return PagedCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype), **scales)
+
+
+def init_ragged_cache(config: ModelConfig, pages: int, page_size: int) -> RaggedCache:
+    """Zeroed pages in the layout of the kernel."""
+    N, K = config.num_kv_heads, config.head_dim
+    packing = 4 // jnp.dtype(config.dtype).itemsize  # numbers of one 32-bit sublane
+    heads = next(n for n in range(N, 8 * N + 8) if _tiles(2 * n, packing))
+    shape = (config.num_layers, pages, page_size, 2 * heads, -(-K // 128) * 128)
+    return RaggedCache(kv=jnp.zeros(shape, config.dtype), kv_heads=N, head_dim=K)
+
+
+def _tiles(rows: int, packing: int) -> bool:
+    """Whether the kernel can read so many rows of 128 numbers, `packing` of them in a sublane."""
+    sublanes, rest = divmod(rows, packing)
+    return not rest and (sublanes in (1, 2, 4) or sublanes % 8 == 0)
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -75,52 +130,97 @@ def pages_for(tokens: int, page_size: int) -> int:
 # ------------------------------------------------------------------------------ moving keys and values
 
 
-def write_tokens(cache: PagedCache, k: Array, v: Array, pages: Array, offsets: Array) -> PagedCache:
+def as_stored(cache: PagedCache, x: Array | Stored) -> Array | Stored:
+    """Keys or values [..., K] in the form in which the pages of this cache hold them."""
+    if cache.k_scale is None or isinstance(x, Stored):
+        return x
+    return quantize(x, next(kind for kind, dtype in DTYPES.items() if cache.k.dtype == dtype))
+
+
+def _seen(x: Array | Stored, dtype: Any) -> Array:
+    """The numbers that pages hold, or will hold."""
+    return restore(x, dtype) if isinstance(x, Stored) else x
+
+
+def _parts(k: Array | Stored, v: Array | Stored) -> PagedCache:
+    """Keys and values in the form of a cache, so that they fit onto one leaf by leaf."""
+    if not isinstance(k, Stored) or not isinstance(v, Stored):
+        return PagedCache(k=k, v=v)
+    return PagedCache(k=k.values, v=v.values, k_scale=k.scale, v_scale=v.scale)
+
+
+def write_tokens(
+    cache: PagedCache, k: Array | Stored, v: Array | Stored, pages: Array, offsets: Array
+) -> PagedCache:
     """Writes one token a row: k, v [L, B, N, K] go to (pages[b], offsets[b])."""
 
     def write(store, new):
         # One in-place update a row: a scatter over [L, B] would be expanded into a slower loop.
         def body(b, store):
             update = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=1)[:, :, :, None]
-            return jax.lax.dynamic_update_slice(store, update, (0, pages[b], 0, offsets[b], 0))
+            place = (0, pages[b], 0, offsets[b], 0)[: store.ndim]
+            return jax.lax.dynamic_update_slice(store, update, place)
 
         return jax.lax.fori_loop(0, pages.shape[0], body, store)
 
-    return PagedCache(k=write(cache.k, k), v=write(cache.v, v))
+    return jax.tree.map(write, cache, _parts(as_stored(cache, k), as_stored(cache, v)))
 
 
-def write_pages(cache: PagedCache, k: Array, v: Array, pages: Array) -> PagedCache:
+def _write_whole(store: Array, new: Array, pages: Array) -> Array:
+    """Puts new[:, i] into store[:, pages[i]]."""
+
+    def body(i, store):
+        update = jax.lax.dynamic_slice_in_dim(new, i, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(store, update, pages[i], axis=1)
+
+    return jax.lax.fori_loop(0, pages.shape[0], body, store)
+
+
+def write_pages(
+    cache: PagedCache | RaggedCache, k: Array | Stored, v: Array | Stored, pages: Array
+) -> PagedCache | RaggedCache:
     """Writes whole pages: k, v [L, M, N, S, K] go to pages i32[M] (NOBODY = discard)."""
-
-    def write(store, new):
-        def body(i, store):
-            update = jax.lax.dynamic_slice_in_dim(new, i, 1, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(store, update, pages[i], axis=1)
-
-        return jax.lax.fori_loop(0, pages.shape[0], body, store)
-
-    return PagedCache(k=write(cache.k, k), v=write(cache.v, v))
+    if isinstance(cache, RaggedCache):
+        new = pack_heads(cache, k.swapaxes(2, 3), v.swapaxes(2, 3))
+        return cache.replace(kv=_write_whole(cache.kv, new, pages))
+    parts = _parts(as_stored(cache, k), as_stored(cache, v))
+    return jax.tree.map(lambda store, new: _write_whole(store, new, pages), cache, parts)
 
 
-def write_chunk(cache: PagedCache, k: Array, v: Array, pages: Array) -> PagedCache:
+def write_chunk(cache: PagedCache, k: Array | Stored, v: Array | Stored, pages: Array) -> PagedCache:
     """Writes prefilled chunks: k, v [L, R, C, N, K] go to pages i32[R, C / S] (NOBODY = discard)."""
-    L, R, C, N, K = k.shape
     S = cache.page_size
 
-    def paged(x):
-        return x.reshape(L, R, C // S, S, N, K).swapaxes(3, 4).reshape(L, R * C // S, N, S, K)
+    def paged(x):  # of values [L, R, C, N, K] and of scales [L, R, C, N]
+        L, R, C, N = x.shape[:4]
+        return x.reshape(L, R * C // S, S, N, *x.shape[4:]).swapaxes(2, 3)
 
-    return write_pages(cache, paged(k), paged(v), pages.reshape(-1))
-
-
-def read_pages(cache: PagedCache, pages: Array) -> tuple[Array, Array]:
-    """(k, v), each [L, M, N, S, K], of pages i32[M]."""
-    return jnp.take(cache.k, pages, axis=1), jnp.take(cache.v, pages, axis=1)
+    k, v = jax.tree.map(paged, (as_stored(cache, k), as_stored(cache, v)))
+    return write_pages(cache, k, v, pages.reshape(-1))
 
 
-def copy_pages(cache: PagedCache, source: Array, target: Array) -> PagedCache:
+def read_pages(cache: PagedCache | RaggedCache, pages: Array) -> tuple[Array | Stored, Array | Stored]:
+    """(k, v), each [L, M, N, S, K], of pages i32[M]; `Stored`, with the scales, of 8-bit pages."""
+    if isinstance(cache, RaggedCache):
+        kv = jnp.take(cache.kv, pages, axis=1)[..., : 2 * cache.kv_heads, : cache.head_dim].swapaxes(2, 3)
+        return kv[:, :, 0::2], kv[:, :, 1::2]
+    found = jax.tree.map(lambda store: jnp.take(store, pages, axis=1), cache)
+    if found.k_scale is None:
+        return found.k, found.v
+    return Stored(found.k, found.k_scale), Stored(found.v, found.v_scale)
+
+
+def copy_pages(cache: PagedCache | RaggedCache, source: Array, target: Array) -> PagedCache | RaggedCache:
     """Copies page source[i] to page target[i], i32[M]; (NOBODY, NOBODY) is a no-op."""
-    return write_pages(cache, *read_pages(cache, source), target)
+    return jax.tree.map(lambda store: _write_whole(store, jnp.take(store, source, axis=1), target), cache)
+
+
+def pack_heads(cache: RaggedCache, k: Array, v: Array) -> Array:
+    """[..., C, Z] of k, v [..., N, K]: the heads in turn key and value, padded with zeros."""
+    N, K = k.shape[-2:]
+    kv = jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], 2 * N, K)
+    C, Z = cache.kv.shape[-2:]
+    return jnp.pad(kv, [(0, 0)] * (kv.ndim - 2) + [(0, C - 2 * N), (0, Z - K)])
 
 
 # ---------------------------------------------------------------------------------------- attention
@@ -144,14 +244,18 @@ def _visit_pages(
     def body(j, carry):
         high, mass, mixed = carry
         page = jax.lax.dynamic_index_in_dim(table, j, axis=1, keepdims=False)
-        k, v = cache.k[layer, page], cache.v[layer, page]  # [B, N, S, K]
+        k, v = cache.k[layer, page].astype(q.dtype), cache.v[layer, page].astype(q.dtype)  # [B, N, S, K]
         scores = jnp.einsum("bnqk,bnsk->bnqs", q, k, preferred_element_type=wide)
+        if cache.k_scale is not None:
+            scores = scores * cache.k_scale[layer, page][:, :, None].astype(wide)
         visible = j * S + jnp.arange(S) < lengths[:, None]
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_high = jnp.maximum(high, jnp.max(scores, axis=-1))
         rescale = jnp.exp(high - new_high)
         weights = jnp.exp(scores - new_high[..., None])
         mass = mass * rescale + jnp.sum(weights, axis=-1)
+        if cache.v_scale is not None:
+            weights = weights * cache.v_scale[layer, page][:, :, None].astype(wide)
         mixed = mixed * rescale[..., None] + jnp.einsum(
             "bnqs,bnsk->bnqk", weights.astype(v.dtype), v, preferred_element_type=wide
         )
@@ -161,7 +265,14 @@ def _visit_pages(
 
 
 def decode_attention(
-    q: Array, k: Array, v: Array, cache: PagedCache, layer: Array, table: Array, lengths: Array, blocks: Array
+    q: Array,
+    k: Array | Stored,
+    v: Array | Stored,
+    cache: PagedCache,
+    layer: Array,
+    table: Array,
+    lengths: Array,
+    blocks: Array,
 ) -> Array:
     """Attention of one new token a row to itself and to the tokens in its pages; [B, 1, H, K].
 
@@ -170,6 +281,7 @@ def decode_attention(
       table, lengths, blocks: as in `_visit_pages`.
     """
     B, _, H, K = q.shape
+    k, v = (_seen(as_stored(cache, x), q.dtype) for x in (k, v))
     N = k.shape[2]
     wide = jnp.promote_types(q.dtype, jnp.float32)
     q_BNGK = (q * K**-0.5).astype(q.dtype).reshape(B, N, H // N, K)
@@ -182,7 +294,14 @@ def decode_attention(
 
 
 def chunk_attention(
-    q: Array, k: Array, v: Array, cache: PagedCache, layer: Array, table: Array, starts: Array, blocks: Array
+    q: Array,
+    k: Array | Stored,
+    v: Array | Stored,
+    cache: PagedCache,
+    layer: Array,
+    table: Array,
+    starts: Array,
+    blocks: Array,
 ) -> Array:
     """Causal attention of a chunk of each row to itself and to the row's earlier pages; [B, C, H, K].
 
@@ -191,6 +310,7 @@ def chunk_attention(
       starts: i32[B], tokens before the chunk, a multiple of the page size.
     """
     B, C, H, K = q.shape
+    k, v = (_seen(as_stored(cache, x), q.dtype) for x in (k, v))
     N = k.shape[2]
     G = H // N
     wide = jnp.promote_types(q.dtype, jnp.float32)

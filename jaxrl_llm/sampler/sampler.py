@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.engine import Engine, check_options, check_params
@@ -41,6 +42,8 @@ class Sampler:
         prefill_rows: int = 8,
         prefill_chunk: int = 32,
         preemption: str = "move",
+        weights: Precision = "compute",
+        kv: Precision = "compute",
         mesh: jax.sharding.Mesh | None = None,
     ):
         """
@@ -59,6 +62,8 @@ class Sampler:
           preemption: "move" = pages of a preempted row go to host memory and come back, exact;
             "recompute" = they are computed again by prefill, which costs no host memory and may differ
             from decoding in the last bits.
+          weights, kv: "int8" or "fp8" keep the weights of the layers, or the pages, in 8 bits. What is sampled from,
+            and what log-probs are of, is then the rounded policy, which is not the learner's.
           mesh: devices to run on; the state is replicated over it. None: where the weights are.
         """
         check_options(
@@ -71,6 +76,8 @@ class Sampler:
             prefill_rows=prefill_rows,
             prefill_chunk=prefill_chunk,
             preemption=preemption,
+            weights=weights,
+            kv=kv,
         )
         self.config = config
         self.stats = SamplerStats(slots=slots)
@@ -85,6 +92,8 @@ class Sampler:
             prefill_rows=prefill_rows,
             prefill_chunk=prefill_chunk,
             preemption=preemption,
+            weights=weights,
+            kv=kv,
             mesh=mesh,
         )
         self._largest = (0, 0)  # table width and pages of any call so far
@@ -102,7 +111,7 @@ class Sampler:
         """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last.
 
         Args:
-          params: the learner's tree, or the result of `decode.prepare_for_sampling`.
+          params: the learner's tree, or the result of `decode.prepare_for_sampling`, in whatever precision.
           prompts: prompts, or token lists (uid = hash of the tokens and occurrence in this call).
           version: stamped on every token.
           keep: over-generation: of the `sampling.n` samples of a prompt only so many are returned, the first to end
@@ -129,7 +138,7 @@ class Sampler:
         weights = params
         if not isinstance(params, decode.SamplingWeights):
             check_params(params, self.config)
-            weights = decode.prepare_for_sampling(params, self.config)
+            weights = decode.prepare_for_sampling(params, self.config, self._options["weights"])
         stats.prepare_seconds = time.perf_counter() - began
         engine.swap(weights, version=version)
         groups = [engine.submit(prompt, sampling) for prompt in prompts]
