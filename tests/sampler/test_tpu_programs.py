@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import platform
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import pytest
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import attention_path
+from jaxrl_llm.sampler.attention import attention_path, init_pages
 from jaxrl_llm.sampler.sampling import RowSampling
 
 LLAMA_8B = ModelConfig(
@@ -65,8 +66,8 @@ def mesh_of(topology):
     return jax.sharding.Mesh(np.array(chips[:1]), ("chip",))
 
 
-def programs(config, topology, *, weights="compute", kv="compute"):
-    """{name: compiled program}, and the bytes of the pages."""
+def compile_for(topology, config, program, weights="compute", kv="compute"):
+    """(what attends, the compiled program, the bytes of the pages), from shapes alone."""
     mesh = mesh_of(topology)
     there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -79,49 +80,67 @@ def programs(config, topology, *, weights="compute", kv="compute"):
     path = attention_path(config, "tpu", kv=kv)
     params = abstract_params(config, "bfloat16")
     prepared = abstract(jax.eval_shape(lambda p: decode.prepare_for_sampling(p, config, weights), params))
-    state = jax.eval_shape(
-        lambda: decode.init_state(config, SLOTS, PAGES, PAGE, WIDTH, kv=kv, path=path.name)
-    )
-    cache = abstract(state.cache)
-    rows = {
-        name: abstract(getattr(state, name))
-        for name in ("table", "token", "position", "limit", "floor", "active", "keys")
-    }
-    rows["sampling"] = abstract(jax.eval_shape(lambda: RowSampling.uniform(SLOTS)))
-    ids = jax.ShapeDtypeStruct((config.vocab_size,), bool, sharding=there)
+    cache = abstract(jax.eval_shape(lambda: init_pages(config, PAGES, PAGE, kv, path.name)))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        generate = decode._generate.lower(
-            prepared, config, cache, rows, ids, ids, None, i32(), steps=8, truncate=False, raw=False, top=0
-        )
-        prefill = decode.prefill.lower(prepared, config, cache, i32(8, PAGE), i32(8), i32(8), i32(8, WIDTH))
-    pages = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
-    return path, {"generate": generate.compile(), "prefill": prefill.compile()}, pages
+        if program == "prefill":
+            lowered = decode.prefill.lower(
+                prepared, config, cache, i32(8, PAGE), i32(8), i32(8), i32(8, WIDTH)
+            )
+        else:
+            rows = {name: i32(SLOTS) for name in ("token", "position", "limit", "floor")}
+            rows |= {"table": i32(SLOTS, WIDTH), "sampling": abstract(RowSampling.uniform(SLOTS))}
+            rows["active"] = jax.ShapeDtypeStruct((SLOTS,), bool, sharding=there)
+            rows["keys"] = jax.ShapeDtypeStruct((SLOTS, 2), jnp.uint32, sharding=there)
+            ids = jax.ShapeDtypeStruct((config.vocab_size,), bool, sharding=there)
+            lowered = decode._generate.lower(
+                prepared,
+                config,
+                cache,
+                rows,
+                ids,
+                ids,
+                None,
+                i32(),
+                steps=8,
+                truncate=False,
+                raw=False,
+                top=0,
+            )
+        return path, lowered.compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
 
 # A bfloat16 model of 8 billion parameters does not fit beside its pages into the 16 GB of a v5e chip; in int8 it does.
 CASES = [
-    ("v5e:2x2", LLAMA_8B, "int8", "compute"),
-    ("v5p:2x2x1", LLAMA_8B, "compute", "compute"),
-    ("v6e:2x2", LLAMA_8B, "compute", "compute"),
-    ("v5e:2x2", SMOLLM2, "compute", "compute"),
-    ("v5e:2x2", SMOLLM2, "fp8", "int8"),
+    ("v6e:2x2", LLAMA_8B, "generate", "compute", "compute"),
+    ("v5e:2x2", LLAMA_8B, "generate", "int8", "compute"),
+    ("v5p:2x2x1", LLAMA_8B, "generate", "compute", "compute"),
+    ("v5e:2x2", SMOLLM2, "prefill", "compute", "compute"),
+    ("v5e:2x2", SMOLLM2, "generate", "compute", "compute"),
+    ("v5e:2x2", SMOLLM2, "generate", "fp8", "int8"),
 ]
 
 if HAS_LIBTPU:
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(("topology", "config", "weights", "kv"), CASES)
-    def test_whole_programs_compile_for_tpus_with_the_kernel_and_without_a_copy_of_the_pages(
-        monkeypatch, topology, config, weights, kv
+    @pytest.mark.parametrize(("topology", "config", "program", "weights", "kv"), CASES)
+    def test_programs_compile_for_tpus_with_the_kernel_and_without_a_copy_of_the_pages(
+        monkeypatch, topology, config, program, weights, kv
     ):
         monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # no metadata server to ask
         monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-4")
         monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-        path, compiled, pages = programs(config, topology, weights=weights, kv=kv)
+        began = time.process_time()
+        path, compiled, pages = compile_for(topology, config, program, weights, kv)
+        memory = compiled.memory_analysis()
+        gigabytes = [
+            f"{x / 1e9:.2f}" for x in (memory.argument_size_in_bytes, memory.temp_size_in_bytes, pages)
+        ]
+        print(
+            f"{topology} {config.num_layers} layers {program}, weights {weights}, kv {kv}: {path.name}; arguments, "
+            f"temporaries, pages {', '.join(gigabytes)} GB; {time.process_time() - began:.0f} s of CPU",
+            flush=True,
+        )
         assert path.name == ("ragged_paged_attention" if kv == "compute" else "blockwise"), path
-        for name, program in compiled.items():
-            text, memory = program.as_text(), program.memory_analysis()
-            print(topology, name, memory.argument_size_in_bytes, memory.temp_size_in_bytes, pages)
-            assert ("ragged_paged_attention_kernel" in text) == (kv == "compute"), name
-            assert memory.alias_size_in_bytes >= pages, name  # donated, and written in place
-            assert memory.temp_size_in_bytes < pages, (name, memory.temp_size_in_bytes, pages)
+        assert ("ragged_paged_attention_kernel" in compiled.as_text()) == (kv == "compute")
+        assert memory.alias_size_in_bytes >= pages  # donated, and written in place
+        assert memory.temp_size_in_bytes < pages
