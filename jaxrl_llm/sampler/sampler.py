@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
@@ -97,6 +98,7 @@ class Sampler:
         self._mesh = mesh
         self._largest = (0, 0)  # table width and pages of any call so far
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self._check_memory(pages or 1)
 
     def generate(
         self,
@@ -171,6 +173,19 @@ class Sampler:
                 f"sampler: prompts that leave no room in the context of {self._max_context} tokens: "
                 f"{', '.join(long)}. Shorten or skip them, or raise max_context."
             )
+
+    def _check_memory(self, pages: int) -> None:
+        """Raises InputError when the cache and the programs of this sampler cannot fit; nothing is allocated yet."""
+        parts = memory.cache_parts(
+            self.config,
+            slots=self._slots,
+            pages=pages,
+            page_size=self._page_size,
+            steps_per_dispatch=self._steps,
+            prefill=self._prefill_shape,
+            bounded_by="pages" if self._pages else "slots",
+        )
+        memory.refuse_too_large([parts])
 
     def _stopping(self, stop: tuple[str, ...]) -> StopStrings | None:
         if stop and stop not in self._stop_strings:
@@ -285,6 +300,7 @@ class _Run:
             prefill_rows=sampler._prefill_shape[0],
         )
         self._refuse_too_large()
+        sampler._check_memory(pages)
         for row in self._rows:
             self._scheduler.submit(row)
         self._state = decode.init_state(config, sampler._slots, pages, S, self._width)
