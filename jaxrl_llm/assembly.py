@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.models.load import Model, load_model
+from jaxrl_llm.models.load import Model, config_of, load_model
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
@@ -34,6 +35,7 @@ __all__ = [
     "configured_teacher",
     "prompt_room",
     "sampling_params",
+    "teacher_config",
 ]
 
 
@@ -107,6 +109,24 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
     return Teacher(teacher.config, params, teacher.digest)
 
 
+def teacher_config(config: Config) -> ModelConfig | None:
+    """The config of the teacher, before its weights are loaded; None without one.
+
+    Raises:
+      InputError: see `config_of`; no such snapshot, or it does not say of which model it is.
+    """
+    given = config.teacher
+    dtype = given.dtype or config.model.dtype
+    if given.snapshot is not None:
+        directory, version = locate(given.snapshot)
+        meta = SnapshotStore(directory, read_only=True).meta(version)
+        return config_of(_began_from(meta, f"teacher.snapshot: {given.snapshot}"), dtype)
+    if given.source is None:
+        return None
+    check_teacher_source(config)
+    return config_of(given.source, dtype)
+
+
 def check_teacher_source(config: Config) -> None:
     """Refuses a run folder where a model is asked for. Looks at names only, so that it may come before any loading.
 
@@ -133,14 +153,19 @@ def _of_snapshot(path: str, where: str, dtype: str) -> Model:
     directory, version = locate(path)
     store = SnapshotStore(directory, read_only=True)
     meta = store.meta(version)
+    model = load_model(_began_from(meta, where), dtype=dtype)
+    params, meta = store.restore_params(int(meta["version"]), like=model.params)
+    return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
+
+
+def _began_from(meta: Mapping[str, Any], where: str) -> str:
+    """The source of the model that the run of a snapshot began with."""
     source = meta.get("config", {}).get("model", {}).get("source")
     if not isinstance(source, str):
         raise InputError(
             f"{where}: the snapshot does not say which model it is of; give a model as teacher.source."
         )
-    model = load_model(source, dtype=dtype)
-    params, meta = store.restore_params(int(meta["version"]), like=model.params)
-    return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
+    return source
 
 
 def _check_vocabulary(where: str, teacher: Model, model: Model) -> None:

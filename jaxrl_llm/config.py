@@ -595,6 +595,18 @@ def _relations(c: Config) -> list[str]:
         out.append("task.name: is empty; give a task such as addition, reasoning_gym:FAMILY or jsonl:FILE.")
     if c.teacher.source is not None and c.teacher.snapshot is not None:
         out.append("teacher.source: teacher.snapshot names a whole model already; give one of the two.")
+    if c.teacher.dtype is not None and not c.teacher.given:
+        out.append(
+            "teacher.dtype: there is no teacher; give teacher.source or teacher.snapshot, or leave it out."
+        )
+    for name, rhythm in (("tau", "move_every"), ("reset_optimizer", "reset_every")):
+        if getattr(c.reference, name) != getattr(ReferenceSettings(), name) and not getattr(
+            c.reference, rhythm
+        ):
+            out.append(
+                f"reference.{name}: has no effect while reference.{rhythm} is 0; set that to a number of train steps, or "
+                f"leave {name} out."
+            )
     packed = c.learner.row_tokens
     if packed and packed < c.model.max_context:
         out.append(

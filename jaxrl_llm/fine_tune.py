@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model
+from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model, teacher_config
 from jaxrl_llm.config import DATA_ROWS, Config
 from jaxrl_llm.data.preferences import (
     Labelled,
@@ -368,6 +368,7 @@ class SupervisedRun(BaseRun):
             rows=config.data.batch * (2 if self.pairs else 1),
             settings=("data.batch",),
             adam=not is_trust_region(config.objective),
+            teacher=teacher_config(config),
         )
         assert model.tokenizer is not None  # `configured_model` has checked it
         self.render = functools.partial(_render, tokenizer=model.tokenizer)

@@ -19,7 +19,16 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler.paged_cache import pages_for
 
-__all__ = ["Part", "available_memory", "check_memory", "learner_parts", "refuse_too_large", "sampler_parts"]
+__all__ = [
+    "Part",
+    "available_memory",
+    "cache_parts",
+    "check_memory",
+    "learner_parts",
+    "refuse_too_large",
+    "sampler_parts",
+    "teacher_parts",
+]
 
 _ROW_BYTES = 1_000  # of a completion on the host: its trajectory, its texts, the bookkeeping of the sampler
 _TOKEN_BYTES = (
@@ -56,26 +65,75 @@ def sampler_parts(config: Config, model: ModelConfig, *, rows: int, max_tokens: 
     if pages is None:
         step = max(16, s.slots)
         pages = -(-(1 + min(s.slots, rows) * (pages_for(max_tokens, s.page_size) + 1)) // step) * step
+    return [
+        *cache_parts(
+            model,
+            slots=s.slots,
+            pages=pages,
+            page_size=s.page_size,
+            steps_per_dispatch=s.steps_per_dispatch,
+            prefill=(_PREFILL[0], max(_PREFILL[1], s.page_size)),
+            kv=s.kv,
+            step_bytes=_support_bytes(config, model),
+            bounded_by="pages" if s.pages else "slots",
+            where="sampler.",
+        ),
+        *_weight_copies(config, model),
+        Part("completions", rows * _ROW_BYTES, ("rollout.prompts", "rollout.group_size", "evaluation.items")),
+    ]
+
+
+def cache_parts(
+    model: ModelConfig,
+    *,
+    slots: int,
+    pages: int,
+    page_size: int,
+    steps_per_dispatch: int,
+    prefill: tuple[int, int],
+    kv: str = "compute",
+    step_bytes: int = 0,
+    bounded_by: str = "pages",
+    where: str = "",
+) -> list[Part]:
+    """What a sampler holds on the device, whatever it samples.
+
+    Args:
+      prefill: rows and tokens of the prefill program.
+      kv: precision of the pages.
+      step_bytes: what a decode step gives back of a slot beside token and log-prob.
+      bounded_by: the setting that says how many pages there are.
+      where: what the names of the settings begin with.
+    """
     # 8-bit numbers have an f32 scale for each token and head.
-    head = model.head_dim * _width(model.dtype) if s.kv == "compute" else model.head_dim + 4
+    head = model.head_dim * _width(model.dtype) if kv == "compute" else model.head_dim + 4
     token = 2 * model.num_layers * model.num_kv_heads * head
-    sequences, tokens = _PREFILL[0], max(_PREFILL[1], s.page_size)
+    sequences, tokens = prefill
     # 16 bytes of bookkeeping of a page; logits and what a dispatch gives back of a slot
     return [
         Part(
             "K/V cache",
-            pages * (s.page_size * token + 16),
-            ("sampler.pages" if s.pages else "sampler.slots", "sampler.page_size")
-            + (("sampler.kv",) if s.kv == "compute" else ()),
+            pages * (page_size * token + 16),
+            (f"{where}{bounded_by}", f"{where}page_size") + ((f"{where}kv",) if kv == "compute" else ()),
         ),
-        *_weight_copies(config, model),
         Part(
             "decoding",
-            s.slots * (4 * model.vocab_size + (9 + _support_bytes(config, model)) * s.steps_per_dispatch),
-            ("sampler.slots", "sampler.steps_per_dispatch"),
+            slots * (4 * model.vocab_size + (9 + step_bytes) * steps_per_dispatch),
+            (f"{where}slots", f"{where}steps_per_dispatch"),
         ),
-        Part("prefill", 4 * sequences * model.num_heads * tokens**2, ("sampler.page_size",)),
-        Part("completions", rows * _ROW_BYTES, ("rollout.prompts", "rollout.group_size", "evaluation.items")),
+        Part("prefill", 4 * sequences * model.num_heads * tokens**2, (f"{where}page_size",)),
+    ]
+
+
+def teacher_parts(config: Config, teacher: ModelConfig) -> list[Part]:
+    """What a frozen teacher needs: its weights, held all the time, and the logits of a chunk while it scores."""
+    learner = config.learner
+    width = learner.row_tokens or learner.pad_to_multiple
+    positions = min(learner.head_chunk, learner.micro_batch_rows * width)
+    dtype = config.teacher.dtype or config.model.dtype
+    return [
+        Part("teacher", teacher.num_parameters * _width(dtype), ("teacher.source", "teacher.dtype")),
+        Part("logits of the teacher", 4 * positions * teacher.vocab_size, ("learner.head_chunk",)),
     ]
 
 
@@ -136,6 +194,7 @@ def check_memory(
     max_tokens: int | None = None,
     evaluated: int = 0,
     adam: bool = True,
+    teacher: ModelConfig | None = None,
 ) -> None:
     """Refuses a run that cannot fit.
 
@@ -144,6 +203,7 @@ def check_memory(
       max_tokens: of a completion; None: nothing is sampled.
       evaluated: held-out items that are sampled together.
       adam: whether the optimiser keeps moments.
+      teacher: a frozen model that is loaded beside this one, and is not yet.
 
     Raises:
       InputError: what is needed, what is free, and which settings to lower.
@@ -151,9 +211,11 @@ def check_memory(
     learner = learner_parts(
         config, model, rows=rows, settings=settings, adam=adam, sampled=max_tokens is not None
     )
-    phases = [learner]
+    taught = [] if teacher is None else teacher_parts(config, teacher)
+    phases = [[*learner, *taught]]
     if max_tokens is not None:
-        moments = [part for part in learner if part.what == "moments of the optimiser"]
+        kept = ("moments of the optimiser", "teacher")
+        moments = [part for part in (*learner, *taught) if part.what in kept]
         sampled = max(rows, evaluated)
         phases.append([*moments, *sampler_parts(config, model, rows=sampled, max_tokens=max_tokens)])
     refuse_too_large(phases)

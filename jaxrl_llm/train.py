@@ -44,6 +44,7 @@ from jaxrl_llm.assembly import (
     held_out_items,
     prompt_room,
     sampling_params,
+    teacher_config,
 )
 from jaxrl_llm.config import Config, as_data
 from jaxrl_llm.data.source import PromptSource
@@ -90,6 +91,7 @@ from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import LossTransform, needed_fields, needs, takes_pairs
 from jaxrl_llm.types import LearnerState, Mean, TokenBatch, Trajectory
+from jaxrl_llm.unused import unused_settings
 
 __all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
 
@@ -277,6 +279,7 @@ class BaseRun(abc.ABC):
         self.snapshots = SnapshotStore(
             folder / "snapshots", keep_last=config.snapshots.keep_last, keep_every=config.snapshots.keep_every
         )
+        self.notes = (*self.notes, *unused_settings(config, objective, self.command))
         self.model_config, self.tokenizer = model.config, model.tokenizer
         self.digest = model.digest
 
@@ -446,6 +449,7 @@ class Run(BaseRun):
             max_tokens=config.rollout.max_tokens or task.max_tokens,
             evaluated=held_out_items(config, task),
             adam=not is_trust_region(config.objective),
+            teacher=teacher_config(config),
         )
         self.policy = Policy(model, build_sampler(config, model), task)
         self.source: PromptSource = PromptSource(

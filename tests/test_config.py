@@ -103,6 +103,12 @@ def test_u01_numbers(load, text, value):
             "rollout: {max_tokens: 256}\nmodel: {max_context: 256}",
             ["rollout.max_tokens", "model.max_context"],
         ),
+        ("teacher: {dtype: bfloat16}", ["teacher.dtype: there is no teacher", "teacher.source"]),
+        ("reference: {tau: 0.5, reset_every: 3}", ["reference.tau: has no effect", "reference.move_every"]),
+        (
+            "reference: {reset_optimizer: true, move_every: 3}",
+            ["reference.reset_optimizer: has no effect", "reference.reset_every"],
+        ),
         ('rollout: {stop: [""]}', ["rollout.stop", "empty"]),
     ],
 )

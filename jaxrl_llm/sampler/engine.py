@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
+from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
@@ -148,6 +149,20 @@ class Engine:
             )
         if device is not None and mesh is not None:
             raise InputError("sampler: give device or mesh, not both.")
+        chunk = pages_for(prefill_chunk, page_size) * page_size
+        memory.refuse_too_large(
+            [
+                memory.cache_parts(
+                    config,
+                    slots=slots,
+                    pages=pages * (1 if prefill_on is None else 2),
+                    page_size=page_size,
+                    steps_per_dispatch=steps_per_dispatch,
+                    prefill=(prefill_rows, chunk),
+                    kv=kv,
+                )
+            ]
+        )
         self.config = config
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
@@ -156,7 +171,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._page_size = page_size
         self._steps = steps_per_dispatch
-        self._prefill_shape = (prefill_rows, pages_for(prefill_chunk, page_size) * page_size)
+        self._prefill_shape = (prefill_rows, chunk)
         self._prefill_calls = prefill_calls
         self._preemption = preemption
         self._precision: tuple[Precision, Precision] = (weights, kv)

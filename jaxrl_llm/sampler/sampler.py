@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.quantize import Precision
@@ -97,6 +98,7 @@ class Sampler:
             mesh=mesh,
         )
         self._largest = (0, 0)  # table width and pages of any call so far
+        self._check_memory()
 
     def generate(
         self,
@@ -185,6 +187,24 @@ class Sampler:
             pages = max(pages, self._largest[1])
         self._largest = (width, max(pages, self._largest[1]))
         return Engine(self.config, pages=pages, table_width=width, **self._options)
+
+    def _check_memory(self) -> None:
+        """Raises InputError when the cache and the programs of this sampler cannot fit; nothing is allocated yet."""
+        options = self._options
+        memory.refuse_too_large(
+            [
+                memory.cache_parts(
+                    self.config,
+                    slots=options["slots"],
+                    pages=self._pages or 1,
+                    page_size=options["page_size"],
+                    steps_per_dispatch=options["steps_per_dispatch"],
+                    prefill=(options["prefill_rows"], max(options["prefill_chunk"], options["page_size"])),
+                    kv=options["kv"],
+                    bounded_by="pages" if self._pages else "slots",
+                )
+            ]
+        )
 
 
 def _bucket(tokens: int) -> int:

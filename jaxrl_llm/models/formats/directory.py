@@ -29,7 +29,7 @@ from jaxrl_llm.models.formats.tensors import StoredTensor, read_tensors
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
-__all__ = ["Loaded", "load_directory", "read_json"]
+__all__ = ["Loaded", "load_directory", "read_config", "read_json"]
 
 _LOG = logging.getLogger(__name__)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.npy", "*.npz", "*.msgpack", "*.h5")
@@ -200,6 +200,17 @@ def _fill(
     )
 
 
+def read_config(folder: Path, dtype: str) -> ModelConfig:
+    """The config of a Hugging Face model folder, without its weights and its tokenizer.
+
+    Raises:
+      InputError: no config.json, or one that is not supported.
+    """
+    raw = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json", required=False)
+    return config_from_hf(raw, generation, dtype=dtype, where=str(folder / "config.json"))
+
+
 def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, str] | None = None) -> Loaded:
     """Loads a Hugging Face model folder.
 
@@ -211,11 +222,10 @@ def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, s
       InputError: anything missing, left over, damaged, unsupported or inconsistent, by name.
     """
     raw = read_json(folder / "config.json")
-    generation = read_json(folder / "generation_config.json", required=False)
     for field in ("auto_map", "model_file"):
         if field in raw:
             _LOG.info("%s: %s names code; it is not imported, the built-in model is used.", folder, field)
-    config = config_from_hf(raw, generation, dtype=dtype, where=str(folder / "config.json"))
+    config = read_config(folder, dtype)
     tokenizer = Tokenizer.from_directory(folder, eos_ids=config.eos_ids, pad_id=config.pad_id)
     if tokenizer is not None:
         if tokenizer.vocab_size > config.vocab_size:

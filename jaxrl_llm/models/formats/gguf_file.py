@@ -18,14 +18,13 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig, RopeScaling
 from jaxrl_llm.models.formats.cache import build_sealed, file_digest, sealed_digests
-from jaxrl_llm.models.formats.directory import Loaded, load_directory
 from jaxrl_llm.models.formats.llama import EMBED_NAME, HEAD_NAME, config_from_hf, config_to_hf, tensor_slots
 from jaxrl_llm.models.formats.progress import report
 from jaxrl_llm.models.formats.tensors import TensorLayout, write_tensors
 from jaxrl_llm.tokens.rebuild import tokenizer_from_gguf
 from jaxrl_llm.tokens.tokenizer import id_list
 
-__all__ = ["convert_gguf", "llama3_scaling_of_factors", "load_gguf", "unpermute_rotary"]
+__all__ = ["convert_gguf", "converted_gguf", "llama3_scaling_of_factors", "unpermute_rotary"]
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 1  # raise it when the conversion changes, so that old cache folders are not used
@@ -272,8 +271,8 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, str]:
     return {"model.safetensors": digest}
 
 
-def load_gguf(path: Path, dtype: str, root: Path) -> Loaded:
-    """Loads a GGUF file through the cache below `root`; a damaged cache folder is built again."""
+def converted_gguf(path: Path, root: Path) -> tuple[Path, Mapping[str, str]]:
+    """The folder below `root` that a GGUF file is converted into, with its digests; a damaged one is built again."""
     folder = root / "gguf" / f"{file_digest(path)}-{_FORMAT}"
     digests = sealed_digests(folder)
     if digests is None:
@@ -281,4 +280,4 @@ def load_gguf(path: Path, dtype: str, root: Path) -> Loaded:
             _LOG.warning("%s is damaged or incomplete; converting %s again.", folder, path)
         digests = build_sealed(folder, lambda made: convert_gguf(path, made))
         report("loading")
-    return load_directory(folder, dtype, digests)
+    return folder, digests
