@@ -210,3 +210,21 @@ def test_accelerators_say_for_themselves(monkeypatch):
 
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device(), Device()])
     assert memory.available_memory() == 140
+
+
+def test_the_support_of_truncated_sampling_counts():
+    """4 bytes of each id, in the batch and in what a dispatch gives back; nothing without truncation."""
+
+    def parts(text, **more):
+        config = parse_config({"rollout": text})
+        learner = memory.learner_parts(config, SMOLLM2, rows=16, settings=("rollout.prompts",), **more)
+        sampler = memory.sampler_parts(config, SMOLLM2, rows=16, max_tokens=64)
+        return {part.what: part for part in [*learner, *sampler]}
+
+    plain = parts({"max_support": 50})
+    for text, K in (({"top_p": 0.9}, 128), ({"min_p": 0.1, "max_support": 50}, 50), ({"top_k": 7}, 7)):
+        found = parts(text)
+        assert found["batch"].bytes - plain["batch"].bytes == 16 * 16 * 4 * K
+        assert found["decoding"].bytes - plain["decoding"].bytes == 64 * 8 * 4 * K
+        assert "rollout.max_support" in found["batch"].settings
+        assert parts(text, sampled=False)["batch"] == plain["batch"]  # rows of a file have none

@@ -693,5 +693,5 @@ def test_a_run_with_truncated_sampling_has_ratios_of_1(start):
     for row in rows:  # one update a step: the weights that sampled are those that are trained
         assert abs(row["policy/ratio_min"] - 1) < 1e-5 and abs(row["policy/ratio_max"] - 1) < 1e-5
         assert row["policy/logprob_gap_max"] < 2e-5
-        assert 50 < row["completion/support_size"] <= 100 and 0 < row["completion/support_cut"] < 1
-        assert row["policy/entropy"] <= np.log(100) and row["optimizer/grad_norm"] > 0
+        assert 50 < row["completion/support_size"] <= 100 and 0 < row["completion/support_cut"] <= 1
+        assert row["policy/entropy"] <= np.log(100) + 1e-5 and row["optimizer/grad_norm"] > 0

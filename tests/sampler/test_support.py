@@ -60,7 +60,7 @@ def test_the_recorded_tokens_are_the_distribution_that_was_drawn_from(V, limit):
         assert int(out.token[i]) in listed
         logp = np.asarray(logits, np.float64)[i, listed] / p.temperature[i]
         logp -= np.log(np.exp(logp).sum())
-        np.testing.assert_allclose(out.logprob[i], logp[list(listed).index(int(out.token[i]))], atol=2e-6)
+        np.testing.assert_allclose(out.logprob[i], logp[list(listed).index(int(out.token[i]))], atol=5e-6)
     # Recording changes no draw where the limit does not act.
     free = draw_jit(logits, keys(7), position, p, forbidden=forbidden)
     same = ~np.asarray(out.support_cut)
@@ -85,7 +85,7 @@ def test_draws_follow_the_limited_distribution():
     assert counts[:47].sum() == 0
     share = np.array([48, 49, 50]) / 147
     assert stats.chisquare(counts[47:], share * n).pvalue > 1e-4
-    np.testing.assert_allclose(out.logprob, np.log(share)[np.asarray(out.token) - 47], atol=2e-6)
+    np.testing.assert_allclose(out.logprob, np.log(share)[np.asarray(out.token) - 47], atol=5e-6)
 
 
 def test_a_share_of_a_long_top_k_is_of_all_of_it():
@@ -127,12 +127,14 @@ def model():
     return {**params, "embed": params["embed"] * 6}
 
 
-def prompts(lengths=(1, 5, 17, 33), seed=0):
+def prompts(lengths=(1, 5, 9, 17), seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 128, n).astype(np.int32) for n in lengths]
 
 
-SAMPLING = SamplingParams(max_tokens=14, n=3, temperature=0.9, top_p=0.8, record_support=8, seed=2)
+SAMPLING = SamplingParams(
+    max_tokens=30, n=3, temperature=0.9, top_p=0.8, record_support=8, seed=2, stop_ids=()
+)
 
 
 def test_completions_bring_their_supports_through_preemption(model):
