@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.struct
@@ -39,12 +40,15 @@ __all__ = [
     "ResultTokens",
     "SamplingWeights",
     "duplicate_pages",
+    "forbidden_tokens",
     "free_resource",
     "generate",
     "init_state",
     "insert",
     "load_pages",
+    "next_logits",
     "prefill",
+    "prefill_calls",
     "prepare_for_sampling",
     "store_pages",
 ]
@@ -186,6 +190,34 @@ def prefill(
     return write_chunk(cache, k, v, jnp.where(columns * S < lengths[:, None], pages, NOBODY))
 
 
+def prefill_calls(
+    fills: Sequence[tuple[np.ndarray, int, Sequence[int]]], rows: int, chunk: int, *, width: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """The arguments (tokens, starts, lengths, table) of the calls of `prefill` that compute several sequences.
+
+    Args:
+      fills: (tokens, start, pages of the whole sequence) of each; start is a multiple of the page size.
+      rows, chunk: shape of a call.
+      width: of the table.
+    """
+    queue = [(tokens, start, pages, 0) for tokens, start, pages in fills if len(tokens)]
+    while queue:
+        now, queue = queue[:rows], queue[rows:]
+        tokens = np.zeros((rows, chunk), np.int32)
+        starts, lengths = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        table = np.full((rows, width), NOBODY, np.int32)
+        rest = []
+        for r, (sequence, start, pages, done) in enumerate(now):
+            piece = sequence[done : done + chunk]
+            tokens[r, : len(piece)] = piece
+            starts[r], lengths[r] = start + done, len(piece)
+            table[r, : len(pages)] = pages
+            if done + chunk < len(sequence):
+                rest.append((sequence, start, pages, done + chunk))
+        queue = rest + queue
+        yield tokens, starts, lengths, table
+
+
 def insert(
     state: DecodeState,
     slot: int,
@@ -236,6 +268,22 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
     return dataclasses.replace(state, table=table, active=active, position=position)
 
 
+def next_logits(weights: SamplingWeights, config: ModelConfig, x_BD: Array) -> Array:
+    """f32[B, V] of the next token, from the residual stream after the last layer."""
+    h = rms_norm(x_BD, weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
+    wide = jnp.promote_types(h.dtype, jnp.float32)
+    return jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
+
+
+def forbidden_tokens(
+    suppressed: Array | None, stop_ids: Array, position: Array, floor: Array
+) -> Array | None:
+    """bool[B, V]: what must not follow the token at `position` i32[B]; None when nothing is ever suppressed."""
+    if suppressed is None:
+        return None
+    return suppressed | (stop_ids & (position + 1 < floor)[:, None])
+
+
 @functools.partial(
     jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top"), donate_argnames="cache"
 )
@@ -256,14 +304,9 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *
         pages = jnp.where(active, table[index, position // S], NOBODY)
         cache = write_tokens(cache, k[:, :, 0], v[:, :, 0], pages, position % S)
 
-        h = rms_norm(x[:, 0], weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
-        wide = jnp.promote_types(h.dtype, jnp.float32)
-        logits = jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
-        forbidden = None
-        if suppressed is not None:
-            forbidden = suppressed | (stop_ids & (position + 1 < floor)[:, None])
+        forbidden = forbidden_tokens(suppressed, stop_ids, position, floor)
         drawn = draw(
-            logits,
+            next_logits(weights, config, x[:, 0]),
             rows["keys"],
             position + 1,
             rows["sampling"],

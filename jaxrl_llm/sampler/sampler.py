@@ -386,27 +386,12 @@ class _Run:
 
     def _prefill(self, fills: list[tuple[np.ndarray, int, list[int]]]) -> None:
         """Computes (tokens, start, pages of the whole sequence) in chunks, R sequences at a time."""
-        R, C = self._sampler._prefill_shape
-        queue = [(tokens, start, pages, 0) for tokens, start, pages in fills if len(tokens)]
-        while queue:
-            now, queue = queue[:R], queue[R:]
-            tokens = np.zeros((R, C), np.int32)
-            starts, lengths = np.zeros(R, np.int32), np.zeros(R, np.int32)
-            table = np.full((R, self._width), NOBODY, np.int32)
-            rest = []
-            for r, (sequence, start, pages, done) in enumerate(now):
-                piece = sequence[done : done + C]
-                tokens[r, : len(piece)] = piece
-                starts[r], lengths[r] = start + done, len(piece)
-                table[r, : len(pages)] = pages
-                if done + C < len(sequence):
-                    rest.append((sequence, start, pages, done + C))
-            queue = rest + queue
-            self._stats.prefilled_tokens += int(lengths.sum())
-            arguments = jax.device_put((tokens, starts, lengths, table))
-            self._state = dataclasses.replace(
-                self._state, cache=decode.prefill(self._weights, self._config, self._state.cache, *arguments)
+        for arguments in decode.prefill_calls(fills, *self._sampler._prefill_shape, width=self._width):
+            self._stats.prefilled_tokens += int(arguments[2].sum())
+            cache = decode.prefill(
+                self._weights, self._config, self._state.cache, *jax.device_put(arguments)
             )
+            self._state = dataclasses.replace(self._state, cache=cache)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         size = self._sampler._slots
