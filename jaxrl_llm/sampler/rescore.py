@@ -157,21 +157,28 @@ class ExactScorer:
         Raises:
           InputError: the distribution is truncated.
         """
+        temperature = [
+            0.0 if sampling.greedy_too and c.index == sampling.n else float(sampling.temperature)
+            for c in completions
+        ]
+        sequences = [(np.asarray(c.prompt.tokens, np.int32), c.tokens) for c in completions]
+        return self.of_sampling(sampling)(params, sequences, temperature)
+
+    def of_sampling(self, sampling: SamplingParams) -> Callable[..., list[np.ndarray]]:
+        """`logprobs` with what `sampling` suppresses.
+
+        Raises:
+          InputError: the distribution is truncated.
+        """
         if sampling.truncated_support:
             raise InputError(
                 "exact scoring: top_k, top_p and min_p truncate the distribution, which is not computed again here; "
                 "turn them off."
             )
-        temperature = [
-            0.0 if sampling.greedy_too and c.index == sampling.n else float(sampling.temperature)
-            for c in completions
-        ]
         suppressed = np.zeros(self.config.vocab_size, bool)
         suppressed[list(sampling.suppress_ids)] = True
-        return self.logprobs(
-            params,
-            [(np.asarray(c.prompt.tokens, np.int32), c.tokens) for c in completions],
-            temperature,
+        return functools.partial(
+            self.logprobs,
             suppressed=suppressed,
             min_tokens=sampling.min_tokens,
             stop_ids=self.config.eos_ids if sampling.stop_ids is None else sampling.stop_ids,
@@ -240,9 +247,7 @@ class ExactScorer:
         for prefix in prefixes:
             count = pages_for(len(prefix) // 4, S)
             pages_of[prefix], first = list(range(first, first + count)), first + count
-        own = [
-            pages_for(len(s.prompt) - 1 + len(s.tokens), S) - (len(s.prompt) - 1) // S for s in wave
-        ]
+        own = [pages_for(len(s.prompt) - 1 + len(s.tokens), S) - (len(s.prompt) - 1) // S for s in wave]
         width = max(pages_for(len(s.prompt) + len(s.tokens), S) for s in wave)
         groups = pages_for(sum(len(s.tokens) for s in wave), self.slots)
         sizes = (_round_up(groups), _round_up(width), _round_up(first), _round_up(sum(own)))
@@ -255,18 +260,18 @@ class ExactScorer:
             cache = decode.prefill(weights, self.config, cache, *jax.device_put(arguments))
         run = functools.partial(self._run, weights, wave, pages_of, rules, min_tokens, cache)
         if self._rows is None and sum(len(s.tokens) for s in wave) >= ENOUGH * self.slots:
-            self._rows, values = self._compare(run)
+            self._rows, values = self._compare(run, sum(len(s.tokens) for s in wave))
         else:
             values, _ = run(self._rows or self.slots)
         return values, cache
 
     def _compare(
-        self, run: Callable[[int], tuple[list[np.ndarray], np.ndarray]]
+        self, run: Callable[[int], tuple[list[np.ndarray], np.ndarray]], items: int
     ) -> tuple[int, list[np.ndarray]]:
         """(the most rows of a product that give the bits of `slots` rows, log-probs)."""
         values, hidden = run(self.slots)
         for rows in ROWS:
-            if rows > self.slots and rows % self.slots == 0:
+            if self.slots < rows <= items and rows % self.slots == 0:
                 others, other_hidden = run(rows)
                 if np.array_equal(_bits(hidden), _bits(other_hidden)) and all(
                     np.array_equal(_bits(a), _bits(b)) for a, b in zip(values, others, strict=True)

@@ -388,9 +388,7 @@ class _Run:
         """Computes (tokens, start, pages of the whole sequence) in chunks, R sequences at a time."""
         for arguments in decode.prefill_calls(fills, *self._sampler._prefill_shape, width=self._width):
             self._stats.prefilled_tokens += int(arguments[2].sum())
-            cache = decode.prefill(
-                self._weights, self._config, self._state.cache, *jax.device_put(arguments)
-            )
+            cache = decode.prefill(self._weights, self._config, self._state.cache, *jax.device_put(arguments))
             self._state = dataclasses.replace(self._state, cache=cache)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
