@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.config import Config
+from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, certify, probe_prompts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
@@ -19,8 +21,9 @@ from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.task import Task, make_task
-from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.sampler import Completion, Sampler, SamplingParams
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.types import TokenBatch
 
 __all__ = [
     "REMAT",
@@ -29,6 +32,7 @@ __all__ = [
     "build_mesh",
     "build_sampler",
     "build_task",
+    "certify_policy",
     "check_teacher_source",
     "configured_model",
     "held_out_items",
@@ -220,6 +224,60 @@ def build_sampler(config: Config, model: Model) -> Sampler:
         steps_per_dispatch=config.sampler.steps_per_dispatch,
         weights=config.sampler.weights,
         kv=config.sampler.kv,
+    )
+
+
+def certify_policy(
+    config: Config,
+    sampler: Sampler,
+    tokenizer: Any,
+    params: Any,
+    score: Callable[[Any, TokenBatch], Any],
+    sampling: SamplingParams,
+    *,
+    probes: int,
+    exact: Callable[[Any, Sequence[Completion], SamplingParams], Sequence[np.ndarray]] | None = None,
+    limits: ParityLimits | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    version: int = 0,
+) -> ParityCertificate:
+    """The parity certificate of a policy: pinned probes, sampled as `sampling` says but for what ends a completion.
+
+    Args:
+      sampler, tokenizer, params: of the policy.
+      score: of the learner, see `learner.score.make_score`.
+      sampling: max_tokens, n and temperature of a probe.
+      probes: prompts, at most 8.
+      exact: of `sampler.rescore.ExactScorer.completions`; None = exact scoring is not compared.
+      limits: None: those of the compute dtype.
+      mesh: of the learner.
+      version: of the policy.
+    """
+    new = min(sampling.max_tokens, config.model.max_context // 2)
+    sampling = dataclasses.replace(
+        sampling,
+        max_tokens=new,
+        min_tokens=min(sampling.min_tokens, new),
+        seed=SEED,
+        stop=(),
+        stop_ids=(),  # every completion has the same length
+        greedy_too=False,
+    )
+    model = sampler.config
+    return certify(
+        lambda prompts: sampler.generate(params, prompts, sampling, version=version),
+        score,
+        probe_prompts(tokenizer, count=probes, longest=config.model.max_context - new),
+        params=params,
+        config=model,
+        temperature=sampling.temperature,
+        exact=None if exact is None else lambda params, completions: exact(params, completions, sampling),
+        limits=limits,
+        sampler={"slots": config.sampler.slots, "page_size": config.sampler.page_size},
+        mesh=mesh,
+        rows_multiple=config.learner.micro_batch_rows,
+        pad_id=model.pad_id or 0,
+        version=version,
     )
 
 

@@ -104,6 +104,32 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parity:
+    """Checks on pinned probes that the sampler samples from the learner's policy. Exit code 0: it does, 1: it does not."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; may be left out with --snapshot, which has its own."""
+    snapshot: str | None = None
+    """Run folder whose newest snapshot is checked."""
+    version: int | None = None
+    """Another version of the run's snapshots (train steps done)."""
+    n: int = 8
+    """Samples of each of the 8 probes."""
+    new_tokens: int = 64
+    """Tokens of a sample."""
+    exact: bool = False
+    """Also check exact scoring and measure its cost; always when learner.exact is not off."""
+    max_gap: float | None = None
+    """Largest difference that passes, in nats; default: 2e-4 in float32, and no such limit in bfloat16."""
+    mean_gap: float | None = None
+    """Largest mean difference that passes, in nats; default: 5e-3 in bfloat16. With either, the defaults are off."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set sampler.slots=16; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Rebuilds report.html of a run folder."""
 
@@ -171,6 +197,7 @@ _Command = (
     | Annotated[Sft, tyro.conf.subcommand("sft")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Parity, tyro.conf.subcommand("parity")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -242,6 +269,8 @@ def _run(command: Any) -> int:
             return _eval(command)
         case Sample():
             return _sample(command)
+        case Parity():
+            return _parity(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -328,7 +357,7 @@ def _run_folder(args: Train | Sft) -> pathlib.Path:
     return pathlib.Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
-def _settings(args: Eval | Sample) -> Any:
+def _settings(args: Eval | Sample | Parity) -> Any:
     from jaxrl_llm.config import load_config
 
     if args.config is None and args.snapshot is None:
@@ -366,6 +395,35 @@ def _eval(args: Eval) -> int:
     policy = f"step {result['version']} of {args.snapshot}" if args.snapshot else config.model.source
     print(f"{policy}\n{evaluation_table(result)}")
     return 0
+
+
+def _parity(args: Parity) -> int:
+    from jaxrl_llm import inference
+
+    config = _settings(args)
+    with _stdout_to_stderr(args.json), _showing_progress():
+        certificate, seconds = inference.parity_config(
+            config,
+            snapshot=args.snapshot,
+            version=args.version,
+            n=args.n,
+            new_tokens=args.new_tokens,
+            exact=args.exact,
+            max_gap=args.max_gap,
+            mean_gap=args.mean_gap,
+        )
+    if args.json:
+        print(json.dumps({**certificate.as_data(), **seconds}))
+    else:
+        from jaxrl_llm.diagnostics.parity import show_certificate
+
+        print(show_certificate(certificate))
+        if seconds:
+            print(
+                f"\nscoring again took {seconds['time/exact_score']:.3g} s exactly and {seconds['time/dense_score']:.3g} s "
+                f"densely: {seconds['time/exact_to_dense']:.2f} times as long"
+            )
+    return 0 if certificate.passed else 1
 
 
 def _sample(args: Sample) -> int:

@@ -162,6 +162,9 @@ class LearnerSettings:
     # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
     # a group is then computed once a row. Worth it when prompts are longer than completions.
     row_tokens: Positive | None = None
+    # Log-probs that are the sampler's bit for bit (sampler/rescore.py): off | score: proximal ones | train: those, and
+    # the current ones at each update, whose gradient stays that of the dense forward pass. Costs a scoring pass each.
+    exact: Literal["off", "score", "train"] = "off"
 
 
 @_section
@@ -617,6 +620,11 @@ def _relations(c: Config) -> list[str]:
         out.append(
             f"learner.minibatches: {c.learner.minibatches} minibatches of packed rows (learner.row_tokens) need "
             f"learner.micro_batch_rows of at least as many, not {c.learner.micro_batch_rows}."
+        )
+    if c.learner.exact != "off" and c.mesh.data * c.mesh.fsdp * c.mesh.tensor > 1:
+        out.append(
+            f"learner.exact: {c.learner.exact} needs one device: over a mesh, sums are split in other ways in the sampler "
+            "than in the scoring pass. Use off, or a mesh of 1."
         )
     new = c.rollout.max_tokens or 1
     if new >= c.model.max_context:

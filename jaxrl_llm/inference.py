@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.assembly import (
+    build_mesh,
     build_sampler,
     build_task,
+    certify_policy,
     configured_model,
     held_out_items,
     prompt_room,
     sampling_params,
 )
 from jaxrl_llm.config import Config, load_config
+from jaxrl_llm.diagnostics.parity import ParityCertificate, ParityLimits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fine_tune import evaluate_reward_model
+from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.task import prompt_of
 from jaxrl_llm.run_folder import check_path
+from jaxrl_llm.sampler.rescore import ExactScorer
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.transforms import LossTransform, takes_pairs
 from jaxrl_llm.types import Prompt
 
-__all__ = ["evaluate_config", "export", "load_policy", "sample_config"]
+__all__ = ["evaluate_config", "export", "load_policy", "parity_config", "sample_config"]
 
 
 def load_policy(config: Config, snapshot: str | None = None, version: int | None = None) -> tuple[Model, int]:
@@ -194,6 +202,95 @@ def sample_config(
             }
         )
     return rows
+
+
+def parity_config(
+    config: Config,
+    *,
+    snapshot: str | None = None,
+    version: int | None = None,
+    n: int = 8,
+    new_tokens: int = 64,
+    exact: bool = False,
+    max_gap: float | None = None,
+    mean_gap: float | None = None,
+) -> tuple[ParityCertificate, dict[str, float]]:
+    """The parity certificate of a policy, and what it cost.
+
+    Args:
+      config: gives the model, the sampler and the temperature.
+      snapshot, version: a run folder, and which of its snapshots.
+      n: samples of each of the 8 probes.
+      new_tokens: of a sample.
+      exact: also compare exact scoring; always when `learner.exact` is not off.
+      max_gap, mean_gap: the largest differences that pass, in nats; both None: those of the compute dtype.
+
+    Returns:
+      (certificate, {time/…: seconds of the second scoring of the same tokens, dense and exact, and their ratio}; empty
+      when exact scoring is not compared).
+    """
+    for name, count in (("n", n), ("new-tokens", new_tokens)):
+        if not 1 <= count < 2**31:
+            raise InputError(f"--{name} must be at least 1, got {count}.")
+    for name, limit in (("max-gap", max_gap), ("mean-gap", mean_gap)):
+        if limit is not None and not limit >= 0:
+            raise InputError(f"--{name} must be a number of nats, at least 0, got {limit}.")
+    if config.learner.exact != "off":
+        exact = True
+    limits = None if max_gap is mean_gap is None else ParityLimits(max_gap=max_gap, mean_gap=mean_gap)
+    if 2 * new_tokens > config.model.max_context:
+        raise InputError(
+            f"--new-tokens {new_tokens} leaves the probes less than half of model.max_context "
+            f"{config.model.max_context}; lower it, or raise model.max_context."
+        )
+    task = build_task(config)
+    model, version = load_policy(config, snapshot, version)
+    sampling = sampling_params(config, task, n=n, max_tokens=new_tokens, min_tokens=0)
+    refuse_too_large([sampler_parts(config, model.config, rows=8 * n, max_tokens=new_tokens)])
+    mesh = build_mesh(config)
+    sampler = build_sampler(config, model)
+    dense = make_score(
+        model.config,
+        mesh,
+        micro_batch_rows=config.learner.micro_batch_rows,
+        chunk=config.learner.head_chunk,
+    )
+    scorer = ExactScorer.of(sampler) if exact else None
+    params = (
+        model.params if mesh is None else jax.device_put(model.params, param_shardings(model.config, mesh))
+    )
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Computes twice, and times the second call, which compiles nothing; once where there is no comparison."""
+        if scorer is None:
+            return compute
+
+        def run(*arguments: Any) -> Any:
+            jax.block_until_ready(compute(*arguments))
+            began = time.perf_counter()
+            out = jax.block_until_ready(compute(*arguments))
+            seconds[f"time/{name}"] = time.perf_counter() - began
+            return out
+
+        return run
+
+    certificate = certify_policy(
+        config,
+        sampler,
+        model.tokenizer,
+        params,
+        timed("dense_score", dense),
+        sampling,
+        probes=8,
+        exact=None if scorer is None else timed("exact_score", scorer.completions),
+        limits=limits,
+        mesh=mesh,
+        version=version,
+    )
+    if seconds:
+        seconds["time/exact_to_dense"] = seconds["time/exact_score"] / seconds["time/dense_score"]
+    return certificate, seconds
 
 
 def export(source: str, target: str, *, version: int | None = None) -> pathlib.Path:

@@ -39,6 +39,7 @@ from jaxrl_llm.assembly import (
     build_mesh,
     build_sampler,
     build_task,
+    certify_policy,
     configured_model,
     configured_teacher,
     held_out_items,
@@ -55,9 +56,11 @@ from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
+from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import (
+    Score,
     fill_logprobs,
     make_score,
     make_score_lists,
@@ -87,6 +90,7 @@ from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resumed_config, write_config
 from jaxrl_llm.sampler import SamplingParams
+from jaxrl_llm.sampler.rescore import ExactScorer
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
 from jaxrl_llm.transforms import LossTransform, needed_fields, needs, takes_pairs
@@ -160,6 +164,8 @@ class BaseRun(abc.ABC):
     notes: tuple[str, ...] = ()  # for whoever started it, shown once
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
+    exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
+    parity: dict[str, Any] | None = None  # the parity certificate of the policy that this process began with
 
     def __init__(
         self,
@@ -171,6 +177,11 @@ class BaseRun(abc.ABC):
         policy: LearnerPolicy | None = None,
         entropy: bool = True,
     ):
+        if config.learner.exact != "off" and self.command != "train":
+            raise InputError(
+                f"learner.exact: {config.learner.exact} computes the log-probs that a sampler recorded, and jaxrl "
+                f"{self.command} samples nothing; use off."
+            )
         self.config, self.folder, self.objective = config, folder, objective
         self.needed = frozenset(need.field for need in needs(objective) if need.record == "batch")
         self.mesh = build_mesh(config)
@@ -339,6 +350,8 @@ class BaseRun(abc.ABC):
         begin = time.perf_counter()
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
+        if self.exact is not None and "logprob_proximal" in self.needed:
+            batch = batch.replace(logprob_proximal=self.exact(self.state.params, batch))
         batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists, self.teach)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
@@ -353,6 +366,11 @@ class BaseRun(abc.ABC):
                 of_critic: dict[str, Mean] = {}
                 if self.has_critic:
                     self.state, of_critic = self.critic_step(self.state, minibatch)
+                if self.exact is not None and config.learner.exact == "train":
+                    # Before the first update the weights are the proximal ones.
+                    exact = None if updates else minibatch.logprob_proximal
+                    exact = self.exact(self.state.params, minibatch) if exact is None else exact
+                    minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
@@ -392,6 +410,7 @@ class BaseRun(abc.ABC):
             "jaxrl_llm": __version__,
             "jax": jax.__version__,
             "fingerprint": fingerprint(self.state.params),
+            "parity": self.parity,
         }
         self.snapshots.save(self.version, self.state, meta, metric=metric)
 
@@ -432,6 +451,7 @@ class Run(BaseRun):
         check_trainable(objective, self.parts)
         check_group_size(objective, config.rollout.group_size)
         check_sampled_precision(objective, config.sampler.weights, config.sampler.kv)
+        _check_exact(config, objective)
         rows = config.rollout.prompts * config.rollout.group_size
         if rows % config.learner.minibatches:
             raise InputError(
@@ -459,6 +479,9 @@ class Run(BaseRun):
             max_prompt_tokens=prompt_room(config, task),
         )
         super().__init__(config, folder, objective, model)
+        self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
+        if self.scorer is not None:
+            self.exact = make_exact_score(self.scorer.of_sampling(self.sampling))
         # The learner consumes its parameters; nothing else may hold the ones that were loaded.
         self.policy = dataclasses.replace(self.policy, model=dataclasses.replace(model, params=None))
 
@@ -506,6 +529,8 @@ class Run(BaseRun):
             )
         else:
             trajectories, metrics = self.sample(wanted, on_progress)
+        if self.parity is None:  # after sampling, whose compiled programs the probes then share
+            self.parity = self.certificate()
         batch = pack(
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
@@ -518,6 +543,31 @@ class Run(BaseRun):
         )
         metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
         return batch, trajectories, metrics
+
+    def certificate(self) -> dict[str, Any]:
+        """The parity certificate of the current policy, of a few probes.
+
+        Raises:
+          RuntimeError: exact log-probs are wanted, and they are not the sampler's.
+        """
+        found = certify_policy(
+            self.config,
+            self.policy.sampler,
+            self.tokenizer,
+            self.state.params,
+            self.score,
+            dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
+            probes=4,
+            exact=None if self.scorer is None else self.scorer.completions,
+            mesh=self.mesh,
+            version=self.version,
+        )
+        if found.exact_max_gap:
+            raise RuntimeError(
+                f"learner.exact: {'; '.join(found.reasons)}. This backend does not give scoring the bits of decoding; "
+                "use learner.exact=off."
+            )
+        return found.as_data()
 
     def evaluate(self, on_progress: Any = None) -> dict[str, float]:
         """Accuracy on held-out items, greedy and (if configured) at the training temperature."""
@@ -538,6 +588,20 @@ class Run(BaseRun):
     def speed(self, row: dict[str, float]) -> float:
         """Sampled tokens per second of the rollout."""
         return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row["time/rollout"]
+
+
+def _check_exact(config: Config, objective: LossTransform) -> None:
+    """Raises InputError where learner.exact would change nothing, or cannot be applied."""
+    mode = config.learner.exact
+    if mode == "score" and "logprob_proximal" not in needed_fields(objective):
+        raise InputError(
+            "learner.exact: score fills the proximal log-probs, which this objective does not read; use train, or off."
+        )
+    if mode == "train" and is_trust_region(config.objective):
+        raise InputError(
+            "learner.exact: train gives the update of an optimiser its values, and trpo searches along a line instead; "
+            "use score or off."
+        )
 
 
 def train(
@@ -677,7 +741,10 @@ def loop(
                 stop.check()
                 display.phase(run.phase, stats.completions, run.rows)
 
+            known = run.parity
             batch, trajectories, row = run.gather(progress)
+            if run.parity is not known and run.parity is not None and not run.parity["passed"]:
+                display.note(f"Parity: {'; '.join(run.parity['reasons'])}. See it with: jaxrl parity")
             sampled = time.perf_counter()
             stop.check()
             display.phase("update", 0, 0)

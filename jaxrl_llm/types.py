@@ -180,6 +180,9 @@ class TokenBatch:
     logprob_proximal: Array | None = None  # f32[B, T]
     logprob_reference: Array | None = None  # f32[B, T]
     logprob_teacher: Array | None = None  # f32[B, T]
+    # f32[B, T]: the current policy as the sampler computes it, bit for bit; an update takes its values from here and its
+    # gradient from its own forward pass (`learner.exact`)
+    logprob_exact: Array | None = None
     value: Array | None = None  # f32[B, T], critic's estimate before the token
     bootstrap_value: Array | None = None  # f32[B, T], value after the last token of a truncated row
     rewards: dict[str, Array] | None = None  # {name: f32[B, T]}, the parts of the reward

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jaxrl_llm.learner.exact import with_exact_value
 from jaxrl_llm.learner.optimizer import applied_learning_rate
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
 from jaxrl_llm.learner.score import teacher_needs
@@ -109,7 +110,8 @@ def make_update_step(
     `apply_gradients`.
 
     Args:
-      objective: a complete chain; the batch must come from its `prepare`.
+      objective: a complete chain; the batch must come from its `prepare`. Where it has logprob_exact, those are the
+        values of the current log-probs, and the forward pass gives their gradient.
       config: of the model; `dtype` is the precision of the products. Master weights, gradients and moments
         are f32.
       optimizer: any optax transformation, clipping included (it sees the whole gradient once).
@@ -191,7 +193,7 @@ def make_update_step(
 
         def loss_sum(params, slices, gradient_sums=None):
             micro = rebuild(slices)
-            output = run_policy(params, micro, teacher_params, gradient_sums)
+            output = with_exact_value(run_policy(params, micro, teacher_params, gradient_sums), micro)
             result = evaluate(objective, output, micro, state.objective_state)
             coefficient = coefficients(objective, output, micro, state.objective_state)
             return result.loss_sum, (result, ratio_extremes(output, micro), coefficient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,11 @@ class Sampler:
         )
         self._largest = (0, 0)  # table width and pages of any call so far
         self._check_memory()
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The arguments that every engine of this sampler gets."""
+        return self._options
 
     def generate(
         self,

@@ -202,8 +202,9 @@ def draw(
     raw: bool = False,
     top: int = 0,
     support: int = 0,
+    given: Array | None = None,
 ) -> Draw:
-    """Samples one token a row.
+    """Samples one token a row, or gives the log-prob that a given token would have been recorded with.
 
     Args:
       logits: f32[B, V].
@@ -217,17 +218,19 @@ def draw(
       top: static; also list the so many likeliest allowed tokens. 0 costs nothing.
       support: static, K; with `truncate`, also give the support of truncated rows that have a limit, and draw from no
         more than that. At least every limit, at most V; 0 promises that no row has one, and costs nothing.
+      given: i32[B], tokens that were drawn before; nothing is drawn then (`keys` and `positions` are not read).
+        Only with truncate=False.
 
     Greedy rows take the best allowed token (the lowest id among equals) and report its raw log-prob.
     """
     B, V = logits.shape
+    if given is not None and truncate:
+        raise ValueError("draw: log-probs of given tokens under a truncated distribution are not computed.")
     greedy = rows.temperature <= 0
     z = logits if bias is None else logits + bias
     z = z / jnp.where(greedy, 1.0, rows.temperature)[:, None].astype(logits.dtype)
     if forbidden is not None:
         z = jnp.where(forbidden, -jnp.inf, z)
-    uniform = _uniforms(keys, positions)
-
     blocks = jnp.pad(z, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(B, -1, BLOCK)
     block_best = jnp.max(blocks, axis=2)
     best = jnp.max(block_best, axis=1)
@@ -235,13 +238,18 @@ def draw(
     cumulative = jnp.cumsum(block_mass, axis=1)
     total = cumulative[:, -1]
 
-    block = _pick(block_mass, cumulative, uniform[:, 0] * total)
-    block = jnp.where(greedy, jnp.argmax(block_best, axis=1), block)
-    inner = _take(blocks, block)
-    weights = jnp.exp(inner - best[:, None])
-    cumulative = jnp.cumsum(weights, axis=1)
-    place = _pick(weights, cumulative, uniform[:, 1] * cumulative[:, -1])
-    place = jnp.where(greedy, jnp.argmax(inner, axis=1), place)
+    if given is None:
+        uniform = _uniforms(keys, positions)
+        block = _pick(block_mass, cumulative, uniform[:, 0] * total)
+        block = jnp.where(greedy, jnp.argmax(block_best, axis=1), block)
+        inner = _take(blocks, block)
+        weights = jnp.exp(inner - best[:, None])
+        cumulative = jnp.cumsum(weights, axis=1)
+        place = _pick(weights, cumulative, uniform[:, 1] * cumulative[:, -1])
+        place = jnp.where(greedy, jnp.argmax(inner, axis=1), place)
+    else:
+        block, place = given // BLOCK, given % BLOCK
+        inner = _take(blocks, block)
     token = (block * BLOCK + place).astype(jnp.int32)
     logprob = _take(inner, place) - best - jnp.log(total)
 
