@@ -22,6 +22,7 @@ What is mended here from outside, each of which ended the whole process by SIGKI
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -44,7 +45,14 @@ from jaxrl_llm.sampler.jetstream_engine import BOS_MARK, Contract, PagedEngine, 
 from jaxrl_llm.tokens.stream import TextStream
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
-__all__ = ["ParamsBox", "ServerHandle", "jetstream_engine", "start_grpc_server"]
+__all__ = [
+    "ParamsBox",
+    "ServerHandle",
+    "contract_of",
+    "jetstream_engine",
+    "require_jetstream",
+    "start_grpc_server",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,6 +112,11 @@ def _package() -> types.SimpleNamespace:
     )
 
 
+def require_jetstream() -> None:
+    """Raises InputError, with the commands that install it, unless google-jetstream can be imported."""
+    _package()
+
+
 # ------------------------------------------------------------------------------------- the engine
 
 
@@ -140,7 +153,7 @@ def contract_of(engine_api: Any) -> Contract:
 @functools.cache
 def _classes() -> types.SimpleNamespace:
     """The classes that have JetStream's as a base."""
-    jet = _package()
+    jet: Any = _package()
 
     class TokenizerOfModel(jet.tokenizer_api.Tokenizer):
         """Our tokenizer in JetStream's form; never raises, since an exception would end the process."""
@@ -231,12 +244,12 @@ def _classes() -> types.SimpleNamespace:
             )
             wants_text = request.WhichOneof("content") == "text_content"
             text = TextStream(self.engine.tokenizer) if wants_text and self.engine.tokenizer else None
-            response = None
             async for response in super().Decode(marked, context):
-                for sample in response.stream_content.samples if text else ():
-                    sample.text = "".join(map(text.push, sample.token_ids))
+                if text is not None:
+                    for sample in response.stream_content.samples:
+                        sample.text = "".join(map(text.push, sample.token_ids))
                 yield response
-            rest = text.finish() if text else ""
+            rest = "" if text is None else text.finish()
             if rest:
                 yield jet.jetstream_pb2.DecodeResponse(
                     stream_content=jet.jetstream_pb2.DecodeResponse.StreamContent(
@@ -380,8 +393,6 @@ def _stop_calls(server: Any, grace: float) -> Any:
     async def stop() -> None:
         await server._grpc_server.stop(grace)
 
-    import asyncio
-
     return asyncio.run_coroutine_threadsafe(stop(), server._loop)
 
 
@@ -447,7 +458,8 @@ def start_grpc_server(
         raise InputError(f"jetstream: max_queued must be at least 1 (an integer), got {max_queued!r}.")
     if not is_integer(port) or not 0 <= port < 2**16:
         raise InputError(f"jetstream: port must be in [0, 65535], got {port!r}.")
-    jet, classes = _package(), _classes()
+    jet: Any = _package()
+    classes: Any = _classes()
     box = ParamsBox(model.params, config, version)
     engine = jetstream_engine(
         config,
