@@ -192,6 +192,30 @@ class Bench:
     """Print one JSON object on standard output and nothing else there."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Jetstream:
+    """Serves a model, or a snapshot of a run, with JetStream's gRPC server (extra [jetstream]) until Ctrl-C.
+
+    There is no authentication: it listens on this machine only, unless --host says otherwise."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; may be left out with --snapshot, which has its own."""
+    snapshot: str | None = None
+    """Run folder whose newest snapshot is served."""
+    version: int | None = None
+    """Another version of the run's snapshots (train steps done)."""
+    port: int = 9000
+    """Port; 0 = any free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    slots: int = 16
+    """Requests that are decoded together."""
+    temperature: float = 0.0
+    """Of every request, since JetStream's protocol has none; 0 = greedy."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set model.max_context=1024; may be repeated."""
+
+
 _Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Sft, tyro.conf.subcommand("sft")]
@@ -202,6 +226,7 @@ _Command = (
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Jetstream, tyro.conf.subcommand("jetstream")]
 )
 
 
@@ -287,6 +312,8 @@ def _run(command: Any) -> int:
             return _objectives(command)
         case Bench():
             return _bench(command)
+        case Jetstream():
+            return _jetstream(command)
     raise AssertionError(command)
 
 
@@ -357,7 +384,7 @@ def _run_folder(args: Train | Sft) -> pathlib.Path:
     return pathlib.Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
-def _settings(args: Eval | Sample | Parity) -> Any:
+def _settings(args: Eval | Sample | Parity | Jetstream) -> Any:
     from jaxrl_llm.config import load_config
 
     if args.config is None and args.snapshot is None:
@@ -479,6 +506,32 @@ def _bench(args: Bench) -> int:
     with _stdout_to_stderr(args.json), _showing_progress():
         result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
     _print(result, args.json)
+    return 0
+
+
+def _jetstream(args: Jetstream) -> int:
+    from jaxrl_llm import inference
+    from jaxrl_llm.sampler.base import SamplingParams
+    from jaxrl_llm.sampler.jetstream import require_jetstream, start_grpc_server
+
+    config = _settings(args)
+    require_jetstream()  # before the model is loaded
+    with _showing_progress():
+        model, version = inference.load_policy(config, args.snapshot, args.version)
+    context = config.model.max_context
+    with start_grpc_server(
+        model.config,
+        model,
+        port=args.port,
+        host=args.host,
+        slots=args.slots,
+        version=version,
+        page_size=config.sampler.page_size,
+        max_context=context,
+        sampling=SamplingParams(max_tokens=context, temperature=args.temperature, seed=config.seed),
+    ) as server:
+        print(f"JetStream's gRPC server listens on {server.address}. Stop it with Ctrl-C.", flush=True)
+        server.wait()
     return 0
 
 
