@@ -31,7 +31,7 @@ _LAZY = {
     "jaxrl_llm.models.config": ("ModelConfig",),
     "jaxrl_llm.models.load": ("Model", "load_model"),
     "jaxrl_llm.ops.logprobs": ("policy_output", "token_logprobs"),
-    "jaxrl_llm.sampler": ("Completion", "Sampler", "SamplingParams"),
+    "jaxrl_llm.sampler": ("Completion", "Engine", "Sampler", "SamplingParams"),
     "jaxrl_llm.config": ("Config", "load_config"),
     "jaxrl_llm.objectives": ("build_objective",),
 }

@@ -60,6 +60,7 @@ class StopReason(enum.StrEnum):
     STOP_STRING = "stop_string"  # the decoded text reached a stop string
     LENGTH = "length"  # max_tokens or the context ran out: the trajectory is truncated
     ENV = "env"  # the environment ended the episode
+    CANCELLED = "cancelled"  # whoever asked for it took it back; the tokens so far are whole
     ERROR = "error"  # the sampler, the environment or the verifier failed; carries no signal
 
 

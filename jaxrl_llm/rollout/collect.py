@@ -53,6 +53,8 @@ def score_completion(task: Task, completion: Completion, text: str) -> Score:
     """The task's score of a text; None with the reason when the sampler or the verifier failed."""
     if completion.stop is StopReason.ERROR:
         return Score(None, reason="the completion ended in an error")
+    if completion.stop is StopReason.CANCELLED:
+        return Score(None, reason="the completion was cancelled")
     try:
         return task.score(item_of(completion.prompt), text)
     except Exception as error:  # one broken verifier call must not end a run; it is counted

@@ -39,6 +39,17 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.encode(errors="ignore") == value.encode(errors="replace") != b""
 
 
+def _is_bias(value: Any) -> bool:
+    """Whether a value is a pair (token id, number)."""
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and is_integer(value[0])
+        and _is_number(value[1])
+        and abs(value[1]) <= 1000
+    )
+
+
 def _is_list(value: Any, good: Callable[[Any], bool]) -> bool:
     return isinstance(value, tuple) and all(good(entry) for entry in value)
 
@@ -69,12 +80,18 @@ class SamplingParams:
     # Also return the ids and log-probs of so many of the likeliest tokens at each sampled one; 0 = none. They are those
     # of the policy at `temperature`, before top_k, top_p and min_p: what a learner computes again.
     top_logprobs: int = 0
+    # (id, value): added to the logit of a token before the temperature, as in OpenAI's API. The log-probs are those of
+    # the biased distribution, which a learner does not compute: for serving, not for training.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: bool = False  # also return raw log-probs of the prompt's own tokens
     greedy_too: bool = False  # one more completion of each prompt after its n, greedy, with index n
 
     def __post_init__(self):
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "suppress_ids", "stop_ids"):
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias.items())))
+        for name in ("stop", "suppress_ids", "stop_ids", "logit_bias"):
             if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), bytes):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -112,6 +129,11 @@ class SamplingParams:
                 ids + " or None",
             ),
             ("suppress_ids", lambda: _is_list(self.suppress_ids, is_integer), ids),
+            (
+                "logit_bias",
+                lambda: _is_list(self.logit_bias, _is_bias),
+                "pairs of a token id and a number in [-1000, 1000]",
+            ),
             ("seed", lambda: is_integer(self.seed), "an integer"),
         )
         for name, good, allowed in rules:
@@ -155,6 +177,7 @@ class Completion:
         None  # i32[N, K], on request: the likeliest tokens in the place of each, best first
     )
     top_logprobs: np.ndarray | None = None  # f32[N, K], likewise
+    prompt_logprobs: np.ndarray | None = None  # f32[P], on request: raw; 0 for the first token
     text: str | None = None  # None without a tokenizer
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
@@ -173,6 +196,10 @@ class SamplerStats:
     decoded_tokens: int = 0  # sampled by live rows, also past a stop string
     preemptions: int = 0
     resumptions: int = 0
+    cancelled: int = 0
+    reused_tokens: int = 0  # of prompts, found in pages that other prompts had filled
+    evictions: int = 0  # pages of prompts that were given up for others
+    swaps: int = 0  # of the weights
     peak_pages: int = 0
     slots: int = 0
     pages: int = 0

@@ -32,6 +32,7 @@ from jaxrl_llm.sampler.paged_cache import (
     write_pages,
     write_tokens,
 )
+from jaxrl_llm.sampler.rules import Tables
 from jaxrl_llm.sampler.sampling import RowSampling, draw
 
 __all__ = [
@@ -76,6 +77,7 @@ class DecodeState:
     position: Any  # i32[slots], its position = tokens of the row in its pages
     limit: Any  # i32[slots], tokens (prompt and sampled) at which the row must end
     floor: Any  # i32[slots], tokens below which stop ids are suppressed
+    rule: Any  # i32[slots], see `rules.Tables`
     active: Any  # bool[slots]
     keys: Any  # u32[slots, 2]
     sampling: RowSampling
@@ -138,6 +140,7 @@ def init_state(config: ModelConfig, slots: int, pages: int, page_size: int, widt
         position=np.zeros(slots, np.int32),
         limit=np.zeros(slots, np.int32),
         floor=np.zeros(slots, np.int32),
+        rule=np.zeros(slots, np.int32),
         active=np.zeros(slots, bool),
         keys=np.zeros((slots, 2), np.uint32),
         sampling=RowSampling.uniform(slots),
@@ -160,10 +163,24 @@ def _run_layers(weights: SamplingWeights, config: ModelConfig, tokens: Array, po
     return x, k, v
 
 
+def _logits(weights: SamplingWeights, config: ModelConfig, x: Array) -> Array:
+    """[N, V] in f32 (f64 stays f64) of hidden states [N, D]."""
+    h = rms_norm(x, weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
+    wide = jnp.promote_types(h.dtype, jnp.float32)
+    return jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
+
+
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def prefill(
-    weights: SamplingWeights, config: ModelConfig, cache: PagedCache, tokens, starts, lengths, table
-) -> PagedCache:
+    weights: SamplingWeights,
+    config: ModelConfig,
+    cache: PagedCache,
+    tokens,
+    starts,
+    lengths,
+    table,
+    targets=None,
+) -> tuple[PagedCache, Array | None]:
     """Computes one chunk of several prompts and writes its keys and values to their pages.
 
     Args:
@@ -171,6 +188,10 @@ def prefill(
       starts: i32[R], multiples of the page size; the pages before must hold the earlier tokens.
       lengths: i32[R], valid tokens in each row, 0 for an unused row.
       table: i32[R, W], pages of each prompt.
+      targets: i32[R, C], the token after each, to get log-probs of; None: of none, which spares the head.
+
+    Returns:
+      The cache, and the raw log-probs of the targets, f32[R, C] or None.
     """
     R, C = tokens.shape
     S = cache.page_size
@@ -180,10 +201,19 @@ def prefill(
         return chunk_attention(q, k, v, cache, layer, table, starts, blocks)
 
     positions = starts[:, None] + jnp.arange(C)
-    _, k, v = _run_layers(weights, config, tokens, positions, attend)
+    x, k, v = _run_layers(weights, config, tokens, positions, attend)
     columns = jnp.arange(C // S)
     pages = jnp.take_along_axis(table, starts[:, None] // S + columns, axis=1, mode="clip")
-    return write_chunk(cache, k, v, jnp.where(columns * S < lengths[:, None], pages, NOBODY))
+    cache = write_chunk(cache, k, v, jnp.where(columns * S < lengths[:, None], pages, NOBODY))
+    if targets is None:
+        return cache, None
+
+    def score(row):  # one prompt's logits at a time
+        x, target = row
+        logp = jax.nn.log_softmax(_logits(weights, config, x), axis=-1)
+        return jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0].astype(jnp.float32)
+
+    return cache, jax.lax.map(score, (x, targets))
 
 
 def insert(
@@ -197,6 +227,7 @@ def insert(
     floor: int,
     key: np.ndarray,
     sampling: RowSampling,
+    rule: int = 0,
 ) -> DecodeState:
     """Puts a row into a slot. Its pages must hold the tokens before `position`.
 
@@ -207,6 +238,7 @@ def insert(
       floor: number of tokens, prompt included, before which stop ids are suppressed.
       key: u32[2] of `row_key`.
       sampling: parameters of this one row, arrays [1].
+      rule: its entry of the tables that `generate` gets.
     """
 
     def put(array, value):
@@ -223,6 +255,7 @@ def insert(
         position=put(state.position, position),
         limit=put(state.limit, limit),
         floor=put(state.floor, floor),
+        rule=put(state.rule, rule),
         active=put(state.active, True),
         keys=put(state.keys, key),
         sampling=jax.tree.map(lambda all_rows, one: put(all_rows, one[0]), state.sampling, sampling),
@@ -239,11 +272,14 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 @functools.partial(
     jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top"), donate_argnames="cache"
 )
-def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *, steps, truncate, raw, top):
+def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top):
     slots = rows["token"].shape[0]
-    table, limit, floor = rows["table"], rows["limit"], rows["floor"]
+    table, limit, floor, rule = rows["table"], rows["limit"], rows["floor"], rows["rule"]
     S = cache.page_size
     index = jnp.arange(slots)
+
+    def of_rows(entries):  # [R, V] -> [slots, V], or [V] where there is one rule only
+        return entries[0] if entries.shape[0] == 1 else entries[rule]
 
     def step(carry):
         t, cache, token, position, active, out = carry
@@ -256,18 +292,16 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *
         pages = jnp.where(active, table[index, position // S], NOBODY)
         cache = write_tokens(cache, k[:, :, 0], v[:, :, 0], pages, position % S)
 
-        h = rms_norm(x[:, 0], weights.final_norm, config.rms_norm_eps).astype(config.logits_dtype)
-        wide = jnp.promote_types(h.dtype, jnp.float32)
-        logits = jnp.einsum("bd,dv->bv", h, weights.head, preferred_element_type=wide)
         forbidden = None
-        if suppressed is not None:
-            forbidden = suppressed | (stop_ids & (position + 1 < floor)[:, None])
+        if tables.suppressed is not None:
+            forbidden = of_rows(tables.suppressed) | (of_rows(tables.stop) & (position + 1 < floor)[:, None])
         drawn = draw(
-            logits,
+            _logits(weights, config, x[:, 0]),
             rows["keys"],
             position + 1,
             rows["sampling"],
             forbidden=forbidden,
+            bias=None if tables.bias is None else of_rows(tables.bias),
             truncate=truncate,
             raw=raw,
             top=top,
@@ -280,7 +314,7 @@ def _generate(weights, config, cache, rows, stop_ids, halt, suppressed, least, *
         out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
         token = jnp.where(active, drawn.token, token)
         position = jnp.where(active, position + 1, position)
-        ended = (halt[drawn.token] & (position >= floor)) | (position + 1 >= limit)
+        ended = (tables.halt[rule, drawn.token] & (position >= floor)) | (position + 1 >= limit)
         return t + 1, cache, token, position, active & ~ended, out
 
     out = {
@@ -305,9 +339,7 @@ def generate(
     config: ModelConfig,
     state: DecodeState,
     *,
-    stop_ids: np.ndarray,
-    halt: np.ndarray,
-    suppressed: np.ndarray | None = None,
+    tables: Tables,
     steps: int = 8,
     least: int = 1,
     truncate: bool = False,
@@ -317,10 +349,7 @@ def generate(
     """One dispatch: up to `steps` tokens of every live row. `state.cache` is donated.
 
     Args:
-      stop_ids: bool[V], suppressed below a row's floor (read only with `suppressed`).
-      halt: bool[V], tokens that end a row on the device, at or above its floor: stop ids, and tokens that
-        are known to complete a stop string.
-      suppressed: bool[V], never sampled; None promises that nothing is ever suppressed.
+      tables: what rows may sample and what ends them.
       steps: most decode steps.
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
@@ -328,13 +357,13 @@ def generate(
     """
     rows = {
         name: getattr(state, name)
-        for name in ("table", "token", "position", "limit", "floor", "active", "keys", "sampling")
+        for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
     cache, carried, results = _generate(
         weights,
         config,
         state.cache,
-        *jax.device_put((rows, stop_ids, halt, suppressed, np.int32(max(1, least)))),
+        *jax.device_put((rows, tables, np.int32(max(1, least)))),
         steps=steps,
         truncate=truncate,
         raw=raw,

@@ -174,6 +174,7 @@ def draw(
     rows: RowSampling,
     *,
     forbidden: Array | None = None,
+    bias: Array | None = None,
     truncate: bool = True,
     raw: bool = False,
     top: int = 0,
@@ -186,6 +187,7 @@ def draw(
       positions: i32[B], position of the token to be drawn in its sequence.
       rows: sampling parameters.
       forbidden: bool[B, V] (or broadcastable), tokens that must not be drawn, or None.
+      bias: f32[B, V] (or broadcastable), added to the logits before the temperature, or None.
       truncate: static; False promises that no row asks for top-k, top-p or min-p.
       raw: static; also return raw log-probs.
       top: static; also list the so many likeliest allowed tokens. 0 costs nothing.
@@ -194,7 +196,8 @@ def draw(
     """
     B, V = logits.shape
     greedy = rows.temperature <= 0
-    z = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None].astype(logits.dtype)
+    z = logits if bias is None else logits + bias
+    z = z / jnp.where(greedy, 1.0, rows.temperature)[:, None].astype(logits.dtype)
     if forbidden is not None:
         z = jnp.where(forbidden, -jnp.inf, z)
     uniform = _uniforms(keys, positions)
@@ -233,7 +236,7 @@ def draw(
         top_logprob = jnp.maximum(listed - best[:, None] - jnp.log(total)[:, None], IMPOSSIBLE)
 
     raw_logprob = None
-    if raw or forbidden is not None:
+    if raw or forbidden is not None or bias is not None:
         raw_logprob = _take(logits, token) - _log_sum_exp(logits)
         logprob = jnp.where(greedy, raw_logprob, logprob)
     return Draw(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["StopStrings"]
+__all__ = ["StopStrings", "bytes_of_tokens"]
+
+
+def bytes_of_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
+    """The bytes of every token; `tokenizer` has `vocab_size` and `token_bytes(id)`. Nothing for ids beyond its own."""
+    known = min(vocab_size, tokenizer.vocab_size)
+    return [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab_size - known)
 
 
 class StopStrings:
@@ -16,12 +23,11 @@ class StopStrings:
     token that was sampled up to there is kept.
     """
 
-    def __init__(self, stop: tuple[str, ...], tokenizer: Any, vocab_size: int):
-        """Reads the bytes of every token once; `tokenizer` has `vocab_size` and `token_bytes(id)`."""
+    def __init__(self, stop: tuple[str, ...], token_bytes: Sequence[bytes]):
+        """`token_bytes`: of every token of the vocabulary, see `bytes_of_tokens`."""
         self.strings = stop
         self._needles = [s.encode() for s in stop]
-        known = min(vocab_size, tokenizer.vocab_size)
-        self._bytes = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab_size - known)
+        self._bytes = token_bytes
         # Tokens that contain a stop string end a row wherever they appear: the device can tell by itself.
         self.complete = np.array([any(n in b for n in self._needles) for b in self._bytes], bool)
 

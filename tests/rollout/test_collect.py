@@ -113,13 +113,16 @@ def test_r12_errors_are_none_with_a_reason_and_counted():
         return Score(None, reason="timeout") if "2" in text else Score(1.0)
 
     task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=flaky))
-    failed = dataclasses.replace(completion(" 3", prompt()), stop=StopReason.ERROR)
+    failed = [
+        dataclasses.replace(completion(" 3", prompt()), stop=stop)
+        for stop in (StopReason.ERROR, StopReason.CANCELLED)
+    ]
     trajectories, metrics = collect(
-        [*(completion(f" {i}", prompt()) for i in (1, 2, 3)), failed], task, TOKENIZER
+        [*(completion(f" {i}", prompt()) for i in (1, 2, 3)), *failed], task, TOKENIZER
     )
-    assert [t.reward for t in trajectories] == [None, None, 1.0, None]
+    assert [t.reward for t in trajectories] == [None, None, 1.0, None, None]
     assert "RuntimeError: verifier crashed" in trajectories[0].reason and trajectories[1].reason == "timeout"
-    assert metrics["reward/errors"] == 3 and metrics["reward/no_signal"] == 0.75
+    assert metrics["reward/errors"] == 4 and metrics["reward/no_signal"] == 0.8
     assert metrics["reward/mean"] == metrics["reward/accuracy"] == 1.0  # a failure of the verifier is no 0
 
 
@@ -160,6 +163,7 @@ def test_metrics_of_a_batch():
         "completion/stop_error": 0.25,
         "completion/stop_stop_string": 0,
         "completion/stop_env": 0,
+        "completion/stop_cancelled": 0,
         "rollout/tokens": 9,
         "rollout/trajectories": 4,
         "rollout/groups": 2,

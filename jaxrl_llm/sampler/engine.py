@@ -1,0 +1,733 @@
+"""A sampler that lives on: requests come and go, weights are swapped while rows are being sampled.
+
+One call of `step` places rows, fills prompts and makes one dispatch. What is sampled depends on (seed, prompt uid,
+sample index, position) and on the history of weights the row was sampled under; slots, neighbours, the queue, the
+size of the cache, found prefixes, cancellations and preemption change nothing, bit for bit, as long as `slots` and
+the shape of prefill are the same.
+
+Not thread-safe: one thread owns an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
+from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
+from jaxrl_llm.sampler.rules import Rule, RuleTable
+from jaxrl_llm.sampler.sampling import RowSampling, row_key
+from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler
+from jaxrl_llm.snapshots.digest import fingerprint
+from jaxrl_llm.types import Prompt, StopReason
+
+__all__ = ["Engine", "Event"]
+
+_TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Event(NamedTuple):
+    """What one step did for one request."""
+
+    id: int
+    tokens: list[int]  # new ones
+    logprobs: list[float]  # of them
+    top_ids: list[np.ndarray] | None  # i32[K] each, when asked for
+    top_logprobs: list[np.ndarray] | None  # f32[K] each
+    completion: Completion | None  # of the whole request, when it has ended
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """What an engine knows of a row besides what the scheduler needs."""
+
+    prompt: Prompt
+    index: int
+    sampling: SamplingParams
+    arrived: float
+    rule: Rule | None = None  # while in a slot
+    text: bytearray = dataclasses.field(default_factory=bytearray)  # of the sampled tokens, for stop strings
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+    top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    kv_versions: list[int] = dataclasses.field(default_factory=list)
+    kv_version: int = 0  # oldest weights that computed K/V in its pages
+    started: float | None = None  # seconds on the engine's clock
+    first: float | None = None
+    ended: float = 0.0
+
+    @property
+    def greedy(self) -> bool:
+        return self.index >= self.sampling.n or self.sampling.greedy
+
+
+class Engine:
+    """Continuous batching with per-request parameters, prefix reuse, cancellation and in-flight weight swaps."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        slots: int = 64,
+        pages: int,
+        page_size: int = 64,
+        max_context: int | None = None,
+        tokenizer: Any = None,
+        steps_per_dispatch: int = 8,
+        prefill_rows: int = 8,
+        prefill_chunk: int = 32,
+        prefill_calls: int | None = None,
+        preemption: str = "move",
+        keep_prefixes: bool = True,
+        reuse_generated: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
+        table_width: int | None = None,
+    ):
+        """
+        Args:
+          config: of the model whose weights will be served.
+          slots: rows that are decoded together, at least 2.
+          pages: pages of the cache, page 0 (never used) included; bounds the memory.
+          page_size: tokens of a page.
+          max_context: tokens of prompt and completion; None: `config.max_positions`.
+          tokenizer: needed for stop strings and `Completion.text`; ids beyond its vocabulary (padding of the
+            embedding) are then never sampled.
+          steps_per_dispatch: most decode steps of one `step`; while rows wait, it ends as soon as a row has ended.
+          prefill_rows, prefill_chunk: shape of the prefill program, rows and tokens.
+          prefill_calls: most calls of the prefill program in one `step` while rows decode, so that long prompts do
+            not hold them up; None: all that is needed.
+          preemption: "move" = pages of a preempted row go to host memory and come back, exact; "recompute" = they are
+            computed again by prefill, which costs no host memory and may differ from decoding in the last bits.
+          keep_prefixes: prompts that begin alike share full pages, also after their rows have ended. Exact.
+          reuse_generated: pages of a completion are kept for prompts that continue it, too (the next turn of a
+            conversation). They were computed by decoding and not by prefill: the last bits may differ.
+          mesh: devices to run on; the pages are replicated over it. None: where the weights are.
+          table_width: most pages of a row; None: those of `max_context`.
+        """
+        check_options(
+            config,
+            slots=slots,
+            pages=pages,
+            page_size=page_size,
+            max_context=max_context,
+            steps_per_dispatch=steps_per_dispatch,
+            prefill_rows=prefill_rows,
+            prefill_chunk=prefill_chunk,
+            prefill_calls=prefill_calls,
+            preemption=preemption,
+        )
+        self.config = config
+        self.stats = SamplerStats(slots=slots, pages=pages)
+        self.max_context = max_context or config.max_positions
+        self.version = 0
+        self.fingerprint: str | None = None
+        self._tokenizer = tokenizer
+        self._page_size = page_size
+        self._steps = steps_per_dispatch
+        self._prefill_shape = (prefill_rows, pages_for(prefill_chunk, page_size) * page_size)
+        self._prefill_calls = prefill_calls
+        self._preemption = preemption
+        self._reuse_generated = reuse_generated
+        self._mesh = mesh
+        self._rules = RuleTable(config.vocab_size, tuple(config.eos_ids), tokenizer)
+        self._width = table_width or pages_for(self.max_context, page_size)
+        self._allocator = PageAllocator(pages)
+        self._scheduler = Scheduler(
+            slots=slots,
+            allocator=self._allocator,
+            page_size=page_size,
+            steps=steps_per_dispatch,
+            prefill_rows=prefill_rows,
+            chunk_pages=self._prefill_shape[1] // page_size,
+            keep_prefixes=keep_prefixes,
+        )
+        self._weights: Any = None  # SamplingWeights from the first swap on
+        self._state: Any = None  # DecodeState, likewise
+        self._rows: dict[int, Row] = {}
+        self._next_id = 0
+        self._began = time.perf_counter()
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def swap(
+        self,
+        params: Any,
+        *,
+        version: int = 0,
+        pages: Literal["keep", "recompute"] = "keep",
+        expect: str | None = None,
+    ) -> str:
+        """Serves other weights from the next dispatch on; the first call loads them.
+
+        Args:
+          params: the learner's tree, or the result of `decode.prepare_for_sampling`.
+          version: stamped on every token that they sample.
+          pages: what becomes of the keys and values of rows that have begun. "keep": they stay, and `kv_versions`
+            of later tokens says how old they are. "recompute": they are computed again under the new weights.
+            Nothing that the old weights computed is used for a row that begins later.
+          expect: fingerprint that the tree must have; it is refused otherwise, and the old weights stay.
+
+        Returns:
+          The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
+        """
+        if pages not in ("keep", "recompute"):
+            raise InputError(f'sampler: pages must be "keep" or "recompute", got {pages!r}.')
+        prepared = isinstance(params, decode.SamplingWeights)
+        if not prepared:
+            check_params(params, self.config)
+        print_ = "" if prepared and expect is None else fingerprint(params)
+        if expect is not None and print_ != expect:
+            raise InputError(
+                f"sampler: the weights of version {version} have the fingerprint {print_}, expected {expect}: they were "
+                "damaged or mixed up on the way. The weights served so far stay; send them again."
+            )
+        weights = params if prepared else decode.prepare_for_sampling(params, self.config)
+        self._use(weights, version, pages)
+        self.fingerprint = print_ or None
+        return print_
+
+    def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
+        first = self._weights is None
+        self._weights, self.version = weights, version
+        if first:
+            self._state = decode.init_state(
+                self.config, self.stats.slots, self.stats.pages, self._page_size, self._width
+            )
+            home = _home(weights, self._mesh)
+            if home is not None:
+                self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
+            return
+        self.stats.swaps += 1
+        if pages == "recompute":
+            for row in self._rows.values():
+                row.saved = None
+            self._leave_slots(self._scheduler.preempt_all(running=True), save=False)
+        else:
+            # Rows whose prompt is not complete have computed nothing that is worth keeping.
+            self._leave_slots(self._scheduler.preempt_all(running=False), save=False)
+        self._scheduler.forget_pages()
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def submit(self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0) -> list[int]:
+        """Queues the completions of a prompt (`sampling.per_prompt`); one id each.
+
+        Args:
+          priority: higher ones are placed first.
+
+        Raises:
+          InputError: parameters that do not fit the model, or a prompt that can never run; nothing is queued.
+        """
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampler: sampling must be SamplingParams, got {type(sampling).__name__}.")
+        (prompt,) = as_prompts([prompt])
+        self.check([prompt], sampling)
+        return self._submit(prompt, sampling, priority)
+
+    def _submit(self, prompt: Prompt, sampling: SamplingParams, priority: int = 0) -> list[int]:
+        tokens = np.asarray(prompt.tokens, np.int32)
+        now = self._clock()
+        ids = []
+        for index in range(sampling.per_prompt):
+            row = Row(
+                id=self._next_id,
+                prompt_tokens=tokens,
+                prefix=self._scheduler.prefix(tokens, sampling.prompt_logprobs),
+                limit=min(len(tokens) + sampling.max_tokens, self.max_context),
+                key=row_key(sampling.seed, prompt.uid, index),
+                priority=priority,
+                request=_Request(prompt, index, sampling, now),
+            )
+            self._scheduler.submit(row)
+            self._rows[row.id] = row
+            ids.append(row.id)
+            self._next_id += 1
+        return ids
+
+    def check(self, prompts: list[Prompt], sampling: SamplingParams) -> None:
+        """Raises InputError unless all of the prompts can run; the message lists those that cannot."""
+        self._rules.check(sampling)
+        V = self.config.vocab_size
+        empty, wrong, long, large = [], [], [], []
+        for i, prompt in enumerate(prompts):
+            tokens = np.asarray(prompt.tokens)
+            if tokens.size == 0:
+                empty.append(f"{i} ({prompt.uid})")
+            elif tokens.min() < 0 or tokens.max() >= V:
+                wrong.append(f"{i} ({prompt.uid}: id {tokens.max() if tokens.max() >= V else tokens.min()})")
+            elif tokens.size >= self.max_context:
+                long.append(f"{i} ({prompt.uid}: {tokens.size} tokens)")
+            else:
+                limit = min(tokens.size + sampling.max_tokens, self.max_context)
+                need = self._scheduler.pages_needed(tokens.size, limit)
+                if need > self._allocator.capacity:
+                    large.append(f"{i} ({prompt.uid}: {need} pages)")
+        if empty:
+            raise InputError(f"sampler: prompts without a token: {', '.join(empty)}. Begin them with bos.")
+        if wrong:
+            raise InputError(
+                f"sampler: prompts with ids outside the vocabulary [0, {V}): {', '.join(wrong)}."
+            )
+        if long:
+            raise InputError(
+                f"sampler: prompts that leave no room in the context of {self.max_context} tokens: "
+                f"{', '.join(long)}. Shorten or skip them, or raise max_context."
+            )
+        if large:
+            raise InputError(
+                f"sampler: the cache has {self._allocator.capacity} usable pages of {self._page_size} tokens, "
+                f"too few for these prompts with max_tokens={sampling.max_tokens}: {', '.join(large)}. "
+                "Raise pages (or leave it out), or lower max_tokens."
+            )
+
+    def cancel(self, id: int) -> Completion | None:
+        """Ends a request at once, wherever it is: the tokens so far, stop = CANCELLED. None: it has ended already."""
+        row = self._rows.get(id)
+        if row is None:
+            return None
+        slot = self._scheduler.cancel(row)
+        if slot is not None and self._state is not None:
+            self._state = decode.free_resource(self._state, slot)
+        self.stats.cancelled += 1
+        return self._end(row, StopReason.CANCELLED)
+
+    @property
+    def busy(self) -> bool:
+        """True while a request is unfinished."""
+        return self._scheduler.busy
+
+    @property
+    def queued(self) -> int:
+        """Rows that wait for a slot or for pages."""
+        return self._scheduler.queued
+
+    @property
+    def running(self) -> int:
+        """Rows in slots, those whose prompt is being filled included."""
+        return len(self._scheduler.placed)
+
+    @property
+    def pages(self) -> int:
+        """Usable pages."""
+        return self._allocator.capacity
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing, or nothing that is needed: prefixes that can be given up."""
+        needed = {page for row in self._scheduler.placed for page in row.pages}
+        return self._allocator.capacity - len(needed)
+
+    @property
+    def filled_share(self) -> float:
+        """Tokens of the rows in slots over the room in their pages; 1 less this is fragmentation."""
+        rows = self._scheduler.running
+        room = sum(len(row.pages) for row in rows) * self._page_size
+        return (
+            sum(min(row.position, len(row.pages) * self._page_size) for row in rows) / room if room else 0.0
+        )
+
+    def release(self) -> None:
+        """Gives back the pages of everything that is kept for later prompts.
+
+        Raises:
+          RuntimeError: no request is left, and pages are still held.
+        """
+        self._scheduler.cache.clear()
+        if not self.busy and self._allocator.used:
+            raise RuntimeError(f"sampler: {self._allocator.used} pages were not given back.")
+
+    # ------------------------------------------------------------------------------------- one step
+
+    def step(self) -> list[Event]:
+        """Places rows, fills prompts, and makes one dispatch; what it did, by request, in the order of ids.
+
+        Raises:
+          InputError: there are no weights yet.
+        """
+        if self._weights is None or self._state is None:
+            raise InputError("sampler: no weights are served yet; call swap(params) first.")
+        if not self._scheduler.busy:
+            return []
+        plan = self._scheduler.plan()
+        stats = self.stats
+        stats.peak_pages = max(stats.peak_pages, self._allocator.used)
+        stats.prefix_hits += plan.hits
+        stats.reused_tokens += plan.reused
+        stats.evictions = self._scheduler.cache.evictions
+        began = time.perf_counter()
+        self._leave_slots(plan, save=self._preemption == "move")
+        for row in plan.placed:
+            if row.order >= 0 and row.request.started is None:
+                row.request.started = self._clock()
+            if row.saved is not None:
+                self._load(row)
+        self._fill()
+        started = self._start()
+        if plan.placed or started:
+            jax.block_until_ready(self._state.cache)
+        stats.prefill_seconds += time.perf_counter() - began
+        for row in plan.grown:
+            if row.slot is not None and row.running:
+                self._state.table[row.slot, : len(row.pages)] = row.pages
+        return self._dispatch() if self._scheduler.running else []
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _leave_slots(self, plan: Plan, *, save: bool) -> None:
+        for row, slot, pages in plan.preempted:
+            self._let_go(row)
+            self._state = decode.free_resource(self._state, slot)
+            if pages:
+                self.stats.preemptions += 1
+                if save:
+                    row.saved = self._store(pages[: pages_for(row.position, self._page_size)])
+
+    def _let_go(self, row: Row) -> None:
+        if row.request.rule is not None:
+            self._rules.give_back(row.request.rule)
+            row.request.rule = None
+
+    def _fill(self) -> None:
+        """Runs the prefill program over prompts and rows that are not in their pages yet."""
+        R, C = self._prefill_shape
+        calls = self._prefill_calls if self._scheduler.running and self._prefill_calls else None
+        while calls is None or calls > 0:
+            jobs = list(self._jobs())[:R]
+            if not jobs:
+                return
+            self._prefill(jobs, C)
+            calls = None if calls is None else calls - 1
+
+    def _jobs(self) -> Iterator[tuple[np.ndarray, int, list[int], Any]]:
+        """(tokens of the sequence, how many are done, its pages, whose they are) of what has to be computed next."""
+        for prefix in self._scheduler.filling:
+            yield prefix.tokens, prefix.filled, prefix.pages or [], prefix
+        for row in self._scheduler.placed:
+            if row.refill is not None and row.prefix.ready and row.refill < row.position:
+                sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens, np.int32)])
+                yield sequence[: row.position], row.refill, row.pages, row
+
+    def _prefill(self, jobs: list[tuple[np.ndarray, int, list[int], Any]], C: int) -> None:
+        R = self._prefill_shape[0]
+        tokens, targets = np.zeros((R, C), np.int32), np.zeros((R, C), np.int32)
+        starts, lengths = np.zeros(R, np.int32), np.zeros(R, np.int32)
+        table = np.full((R, self._width), NOBODY, np.int32)
+        scored = False
+        for r, (sequence, done, pages, owner) in enumerate(jobs):
+            piece = sequence[done : done + C]
+            tokens[r, : len(piece)] = piece
+            starts[r], lengths[r] = done, len(piece)
+            table[r, : len(pages)] = pages
+            if not isinstance(owner, Row) and owner.scored:
+                scored = True
+                following = owner.following[done : done + C]
+                targets[r, : len(following)] = following
+        self.stats.prefilled_tokens += int(lengths.sum())
+        arguments = jax.device_put((tokens, starts, lengths, table, targets if scored else None))
+        cache, logprobs = decode.prefill(self._weights, self.config, self._state.cache, *arguments)
+        self._state = dataclasses.replace(self._state, cache=cache)
+        found = None if logprobs is None else jax.device_get(logprobs)
+        for r, (_, _, _, owner) in enumerate(jobs):
+            if isinstance(owner, Row):
+                owner.refill = int(starts[r] + lengths[r])
+            else:
+                if found is not None and owner.scored:
+                    owner.logprobs.append(found[r, : lengths[r]])
+                self._scheduler.filled(owner, int(lengths[r]))
+
+    def _start(self) -> int:
+        """Puts rows that have all that they continue from into their slots; says how many."""
+        copies, ready = [], []
+        for row in self._scheduler.placed:
+            if row.running:
+                continue
+            loaded = row.saved is not None
+            refilled = row.refill is not None and row.refill >= row.position
+            if not (loaded or refilled or (row.refill is None and row.prefix.ready)):
+                continue
+            request = row.request
+            if row.tokens:
+                self.stats.resumptions += 1
+            if not loaded:
+                request.kv_version = self.version
+            row.saved = None
+            copy = self._scheduler.start(row)
+            if copy is not None:
+                copies.append(copy)
+            ready.append(row)
+        self._copy(copies)
+        for row in ready:
+            if row.slot is None:
+                raise RuntimeError("sampler: a row that starts has no slot.")
+            request = row.request
+            request.rule = self._rules.take(request.sampling)
+            self._state = decode.insert(
+                self._state,
+                row.slot,
+                pages=row.pages,
+                token=row.newest,
+                position=row.position,
+                limit=row.limit,
+                floor=len(row.prompt_tokens) + request.sampling.min_tokens,
+                key=row.key,
+                sampling=_row_sampling(request),
+                rule=request.rule.index,
+            )
+        return len(ready)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        size = self.stats.slots
+        for i in range(0, len(copies), size):
+            pairs = np.full((2, size), NOBODY, np.int32)
+            pairs[:, : len(copies[i : i + size])] = np.array(copies[i : i + size]).T
+            arguments = jax.device_put((pairs[0], pairs[1]))
+            self._state = dataclasses.replace(
+                self._state, cache=decode.duplicate_pages(self._state.cache, *arguments)
+            )
+
+    def _store(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.full(self._width, NOBODY, np.int32)
+        ids[: len(pages)] = pages
+        k, v = jax.device_get(decode.store_pages(self._state.cache, jax.device_put(ids)))
+        return k[:, : len(pages)].copy(), v[:, : len(pages)].copy()
+
+    def _load(self, row: Row) -> None:
+        """Brings the pages of a preempted row back; those that it shares with its prompt are there."""
+        shared = len(row.shared)
+        k, v = (x[:, shared:] for x in row.saved)
+        used = k.shape[1]
+        ids = np.full(self._width, NOBODY, np.int32)
+        ids[:used] = row.own[:used]
+        k, v = (
+            np.concatenate([x, np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)], axis=1)
+            for x in (k, v)
+        )
+        arguments = jax.device_put((k, v, ids))
+        self._state = dataclasses.replace(self._state, cache=decode.load_pages(self._state.cache, *arguments))
+
+    def _dispatch(self) -> list[Event]:
+        stats, running = self.stats, self._scheduler.running
+        samplings = [row.request.sampling for row in running]
+        wanted = max(s.top_logprobs for s in samplings)
+        tables = self._rules.tables(
+            jax.device_put,
+            floors=any(s.min_tokens for s in samplings),
+            rules={row.request.rule.index for row in running},
+        )
+        began = time.perf_counter()
+        self._state, result = decode.generate(
+            self._weights,
+            self.config,
+            self._state,
+            tables=tables,
+            steps=self._steps,
+            least=len(running) if self._scheduler.queued else 1,
+            truncate=any(s.truncated_support for s in samplings),
+            raw=any(s.raw_logprobs for s in samplings),
+            top=min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size),
+        )
+        now = time.perf_counter()
+        stats.decode_seconds += now - began
+        stats.dispatches += 1
+        stats.decode_steps += result.steps
+        stats.decoded_tokens += int(result.valid.sum())
+        events = []
+        for row in sorted(running, key=lambda row: row.id):
+            before = len(row.tokens)
+            reason = self._take(row, result)
+            if reason is not None:
+                if self._reuse_generated and reason is not StopReason.ERROR and self._current(row):
+                    sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens[:-1], np.int32)])
+                    self._scheduler.keep(row, sequence)
+                self._state = decode.free_resource(self._state, self._scheduler.finish(row))
+            events.append(self._event(row, before, reason))
+        return events
+
+    def _current(self, row: Row) -> bool:
+        """Whether all K/V of a row are of the weights that are served now."""
+        request = row.request
+        return request.kv_version == self.version and all(v == self.version for v in request.versions)
+
+    def _take(self, row: Row, result: decode.ResultTokens) -> StopReason | None:
+        """Appends the tokens of a dispatch to a row; says why it ended, if it did."""
+        request, slot = row.request, row.slot
+        sampling, rule = request.sampling, request.rule
+        K = sampling.top_logprobs
+        tokens, logprobs = result.tokens[:, slot].tolist(), result.logprobs[:, slot].tolist()
+        valid = result.valid[:, slot]
+        if request.first is None:
+            request.first = self._clock()
+        for t in range(result.steps):
+            if not valid[t]:
+                raise RuntimeError("sampler: a row ended on the device for no reason that the host knows.")
+            token, logprob = tokens[t], logprobs[t]
+            if not np.isfinite(logprob):
+                return StopReason.ERROR
+            row.tokens.append(token)
+            request.logprobs.append(logprob)
+            request.versions.append(self.version)
+            request.kv_versions.append(min(request.kv_version, self.version))
+            if sampling.raw_logprobs:
+                request.raw_logprobs.append(float(result.raw_logprobs[t, slot]))
+            if K:
+                request.top_ids.append(result.top_ids[t, slot, :K])
+                request.top_logprobs.append(result.top_logprobs[t, slot, :K])
+            found = rule.strings is not None and rule.strings.push(request.text, token)
+            if len(row.tokens) > sampling.min_tokens:
+                if token in rule.stop_ids:
+                    return StopReason.EOS
+                if found:
+                    return StopReason.STOP_STRING
+            if len(row.prompt_tokens) + len(row.tokens) >= row.limit:
+                return StopReason.LENGTH
+        return None
+
+    def _event(self, row: Row, before: int, reason: StopReason | None) -> Event:
+        request = row.request
+        listed = bool(request.sampling.top_logprobs)
+        return Event(
+            id=row.id,
+            tokens=row.tokens[before:],
+            logprobs=request.logprobs[before:],
+            top_ids=request.top_ids[before:] if listed else None,
+            top_logprobs=request.top_logprobs[before:] if listed else None,
+            completion=None if reason is None else self._end(row, reason),
+        )
+
+    # ------------------------------------------------------------------------------------- results
+
+    def _end(self, row: Row, stop: StopReason) -> Completion:
+        request, stats = row.request, self.stats
+        row.stop = stop
+        request.ended = self._clock()
+        del self._rows[row.id]
+        stats.completions += 1
+        stats.tokens += len(row.tokens)
+        stats.prompt_tokens += len(row.prompt_tokens)
+        sampling, N = request.sampling, len(row.tokens)
+        text = None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(row.tokens)
+            if (
+                stop is StopReason.STOP_STRING
+                and request.rule is not None
+                and request.rule.strings is not None
+            ):
+                text = request.rule.strings.cut(text, self._tokenizer.decode(row.tokens[:-1]))
+        self._let_go(row)
+        K = sampling.top_logprobs
+        started = request.ended if request.started is None else request.started
+        first = request.ended if request.first is None else request.first
+        prompt_logprobs = None
+        if sampling.prompt_logprobs and row.prefix.logprobs:
+            scored = np.concatenate([np.zeros(1, np.float32), *row.prefix.logprobs])
+            prompt_logprobs = scored if len(scored) == len(row.prompt_tokens) else None
+        elif sampling.prompt_logprobs and len(row.prompt_tokens) == 1:
+            prompt_logprobs = np.zeros(1, np.float32)
+        return Completion(
+            prompt=request.prompt,
+            index=request.index,
+            tokens=np.array(row.tokens, np.int32),
+            logprobs=np.array(request.logprobs, np.float32),
+            stop=stop,
+            versions=np.array(request.versions, np.int32),
+            kv_versions=np.array(request.kv_versions, np.int32),
+            raw_logprobs=np.array(request.raw_logprobs, np.float32) if sampling.raw_logprobs else None,
+            top_ids=np.array(request.top_ids, np.int32).reshape(N, K) if K else None,
+            top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
+            prompt_logprobs=prompt_logprobs,
+            text=text,
+            timings={
+                "queued": started - request.arrived,
+                "first_token": first - request.arrived,
+                "sampled": request.ended - started,
+            },
+        )
+
+
+def _row_sampling(request: _Request) -> RowSampling:
+    if request.greedy:
+        return RowSampling.uniform(1, temperature=0.0)
+    sampling = request.sampling
+    return RowSampling.uniform(
+        1,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+    )
+
+
+def check_options(
+    config: ModelConfig,
+    *,
+    slots: int,
+    pages: int | None,
+    page_size: int,
+    max_context: int | None,
+    steps_per_dispatch: int,
+    prefill_rows: int,
+    prefill_chunk: int,
+    prefill_calls: int | None = None,
+    preemption: str,
+) -> None:
+    """Raises InputError for arguments of an engine that cannot be."""
+    if preemption not in ("move", "recompute"):
+        raise InputError(f'sampler: preemption must be "move" or "recompute", got {preemption!r}.')
+    for name, value, least in (
+        ("slots", slots, 2),
+        ("page_size", page_size, 1),
+        ("steps_per_dispatch", steps_per_dispatch, 1),
+        ("prefill_rows", prefill_rows, 1),
+        ("prefill_chunk", prefill_chunk, 1),
+        ("prefill_calls", 1 if prefill_calls is None else prefill_calls, 1),
+        ("pages", 2 if pages is None else pages, 2),
+    ):
+        if not is_integer(value) or not least <= value < 2**31:
+            raise InputError(f"sampler: {name} must be at least {least} (an integer), got {value!r}.")
+    if max_context is not None and not (is_integer(max_context) and 2 <= max_context <= config.max_positions):
+        raise InputError(
+            f"sampler: max_context must be in [2, {config.max_positions}] (the model's positions), "
+            f"got {max_context!r}."
+        )
+
+
+def check_params(params: Any, config: ModelConfig) -> None:
+    """Raises InputError unless a tree has every parameter of the config, in its shape; it may have more."""
+    wrong = []
+    specs = jax.tree_util.tree_flatten_with_path(
+        parameter_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec)
+    )[0]
+    for path, spec in specs:
+        leaf = params
+        for entry in path:
+            leaf = leaf[entry.key] if isinstance(leaf, Mapping) and entry.key in leaf else None
+        found = None if leaf is None else tuple(np.shape(leaf))
+        if found != spec.shape:
+            wrong.append(f"{jax.tree_util.keystr(path)} is {found or 'missing'}, expected {spec.shape}")
+    if wrong:
+        raise InputError(
+            f"sampler: params do not fit the config of the sampler: {'; '.join(wrong[:3])}"
+            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Pass the params of that model."
+        )
+
+
+def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
+    """Where the pages live: on every device of the mesh, else on the one device of the weights."""
+    if mesh is not None:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
+    # Committed there from the start, as the pages that a program returns are: it is compiled once.
+    return shardings.pop() if len(shardings) == 1 else None

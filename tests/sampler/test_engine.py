@@ -1,0 +1,423 @@
+"""The long-lived engine: arrivals, cancellations, preemption, swaps; always as if each request were alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.params import init_params
+from jaxrl_llm.ops.logprobs import token_logprobs
+from jaxrl_llm.sampler import Sampler, SamplingParams, prepare_for_sampling
+from jaxrl_llm.sampler.engine import Engine
+from jaxrl_llm.snapshots.digest import fingerprint
+from jaxrl_llm.types import Prompt, StopReason
+
+OPTIONS = dict(slots=4, pages=40, page_size=8, max_context=96, prefill_chunk=16, prefill_rows=2)
+
+
+@functools.cache
+def params(seed=0):
+    """TINY with embeddings large enough for distributions that are neither flat nor greedy."""
+    tree = init_params(TINY, jax.random.key(seed))
+    return {**tree, "embed": tree["embed"] * 6}
+
+
+@functools.cache
+def weights(seed=0):
+    return prepare_for_sampling(params(seed), TINY)
+
+
+def prompt(uid, length, seed=0):
+    return Prompt(uid=uid, tokens=np.random.default_rng(seed).integers(3, 128, length).astype(np.int32))
+
+
+def engine(seed=0, **options):
+    made = Engine(TINY, **{**OPTIONS, **options})
+    made.swap(weights(seed), version=seed)
+    return made
+
+
+def run(made, limit=1000):
+    """Steps until nothing is left: {id: Completion}."""
+    done = {}
+    for _ in range(limit):
+        if not made.busy:
+            break
+        done |= {event.id: event.completion for event in made.step() if event.completion is not None}
+    assert not made.busy
+    return done
+
+
+def alone(prompt, sampling, index=0, history=((0, 0),), pages="keep"):
+    """One completion sampled by itself; history: (tokens before which to swap, weights)."""
+    made = engine(history[0][1], steps_per_dispatch=1)
+    (target, *others) = made.submit(prompt, dataclasses.replace(sampling, n=index + 1))[::-1]
+    for id in others:
+        made.cancel(id)
+    sampled, todo = 0, list(history[1:])
+    while True:
+        while todo and sampled >= todo[0][0]:
+            made.swap(weights(todo[0][1]), version=todo[0][1], pages=pages)
+            todo.pop(0)
+        (event,) = made.step()
+        sampled += len(event.tokens)
+        if event.completion is not None:
+            return event.completion
+
+
+def equal(a, b):
+    return (
+        np.array_equal(a.tokens, b.tokens)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and np.array_equal(a.versions, b.versions)
+        and np.array_equal(a.kv_versions, b.kv_versions)
+        and a.stop == b.stop
+    )
+
+
+# ------------------------------------------------------------------------------ anything may happen
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2)),
+        st.tuples(st.just("submit alike"), st.integers(17, 40), st.integers(1, 2), st.integers(0, 2)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("swap"), st.integers(0, 2)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+def drive(actions, pages, options):
+    """Carries out actions; every completion equals the one of the same request by itself, under the same swaps."""
+    made = engine(**options)
+    requests, done, sampled, told = {}, {}, {}, {}
+    swaps = []  # (tokens of each live request before the swap, weights)
+
+    def step():
+        for event in made.step():
+            told.setdefault(event.id, []).extend(event.tokens)
+            sampled[event.id] += len(event.tokens)
+            if event.completion is not None:
+                done[event.id] = event.completion
+
+    for number, (name, *arguments) in enumerate(actions):
+        if name.startswith("submit"):
+            length, n, priority = arguments
+            tokens = prompt("", length, seed=7 if name == "submit alike" else number).tokens
+            sampling = SamplingParams(max_tokens=3 + (7 * number) % 29, n=n, seed=number)
+            visit = Prompt(uid=f"visit {number}", tokens=tokens)
+            for index, id in enumerate(made.submit(visit, sampling, priority=priority)):
+                requests[id], sampled[id] = (visit, sampling, index, len(swaps)), 0
+        elif name == "cancel" and requests:
+            id = sorted(requests)[arguments[0] % len(requests)]
+            completion = made.cancel(id)
+            assert (completion is None) == (id in done)
+            if completion is not None:
+                assert completion.stop is StopReason.CANCELLED and completion.tokens.tolist() == told.get(
+                    id, []
+                )
+                done[id] = completion
+        elif name == "swap":
+            made.swap(weights(arguments[0]), version=arguments[0], pages=pages)
+            swaps.append((dict(sampled), arguments[0]))
+        elif name == "step":
+            for _ in range(arguments[0]):
+                step()
+    for _ in range(2000):
+        if not made.busy:
+            break
+        step()
+    assert done.keys() == requests.keys()
+    made.release()  # raises if a page has leaked
+    assert made.free_pages == made.pages
+
+    for id, (visit, sampling, index, before) in requests.items():
+        completion = done[id]
+        assert completion.tokens.tolist() == told.get(id, [])
+        start = swaps[before - 1][1] if before else 0
+        history = [(0, start)]
+        for counts, seed in swaps[before:]:
+            if counts[id] == 0:
+                history = [(0, seed)]
+            elif counts[id] < len(completion.tokens):
+                history.append((counts[id], seed))
+        if not len(completion.tokens):
+            continue
+        expected = alone(visit, sampling, index, tuple(history), pages)
+        n = len(completion.tokens)
+        assert np.array_equal(completion.tokens, expected.tokens[:n])
+        assert np.array_equal(completion.logprobs, expected.logprobs[:n])
+        assert np.array_equal(completion.versions, expected.versions[:n])
+        assert np.array_equal(completion.kv_versions, expected.kv_versions[:n])
+        assert completion.stop in (expected.stop, StopReason.CANCELLED)
+    return made.stats
+
+
+TIGHT = dict(pages=14, steps_per_dispatch=3, prefill_calls=1)
+
+
+@pytest.mark.parametrize("pages", ["keep", "recompute"])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(actions=ACTIONS)
+def test_every_request_is_served_as_if_it_were_alone(pages, actions):
+    drive(actions, pages, TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", ["keep", "recompute"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(actions=ACTIONS, tight=st.booleans())
+def test_every_request_is_served_as_if_it_were_alone_many_times(pages, actions, tight):
+    drive(actions, pages, TIGHT if tight else dict(steps_per_dispatch=5))
+
+
+def test_a_busy_afternoon_preempts_reuses_and_swaps():
+    """One fixed course of events in which everything happens."""
+    actions = [
+        ("submit alike", 33, 2, 0),
+        ("step", 1),
+        ("submit alike", 40, 2, 0),
+        ("submit", 30, 3, 1),
+        ("step", 2),
+        ("swap", 1),
+        ("submit alike", 38, 1, 2),
+        ("step", 3),
+        ("cancel", 3),
+        ("swap", 2),
+        ("step", 2),
+    ]
+    stats = drive(actions, "keep", {**TIGHT, "pages": 20})
+    assert stats.preemptions > 0 and stats.reused_tokens > 0 and stats.swaps == 2 and stats.cancelled == 1
+
+
+# -------------------------------------------------------------------------------------------- weights
+
+
+def test_a_swap_returns_the_fingerprint_and_refuses_other_weights():
+    made = Engine(TINY, **OPTIONS)
+    with pytest.raises(InputError, match="no weights are served yet"):
+        made.step()
+    served = made.swap(params(0), version=3)
+    assert served == fingerprint(params(0)) == made.fingerprint and made.version == 3
+    with pytest.raises(InputError, match="damaged or mixed up"):
+        made.swap(params(1), version=4, expect=served)
+    assert made.version == 3 and made.fingerprint == served
+    assert made.swap(params(1), version=4, expect=fingerprint(params(1))) == made.fingerprint
+    with pytest.raises(InputError, match="params do not fit"):
+        made.swap({"embed": params(0)["embed"]})
+    with pytest.raises(InputError, match='pages must be "keep" or "recompute"'):
+        made.swap(params(0), pages="drop")
+
+
+def test_s07_found_prefixes_are_of_the_weights_that_are_served():
+    sampling = SamplingParams(max_tokens=12)
+    made = engine(0)
+    made.submit(prompt("a", 40), sampling)
+    run(made)
+    made.submit(prompt("b", 40), sampling)
+    run(made)
+    assert made.stats.reused_tokens == 32  # whole chunks of the prefix, computed for the first visit
+    made.swap(weights(1), version=1)
+    (id,) = made.submit(prompt("b", 40), sampling)
+    warm = run(made)[id]
+    assert made.stats.reused_tokens == 32
+    fresh = engine(1)
+    (id,) = fresh.submit(prompt("b", 40), sampling)
+    assert equal(warm, run(fresh)[id]) and (warm.kv_versions == 1).all()
+
+
+def test_versions_of_tokens_and_of_their_keys():
+    made = engine(0, steps_per_dispatch=4)
+    (id,) = made.submit(prompt("a", 20), SamplingParams(max_tokens=12, stop_ids=()))
+    made.step()
+    made.swap(weights(1), version=1, pages="keep")
+    made.step()
+    made.swap(weights(2), version=2, pages="recompute")
+    completion = run(made)[id]
+    assert completion.versions.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert completion.kv_versions.tolist() == [0] * 8 + [2] * 4
+    # After a recomputation the log-probs are those of the new weights over the whole history.
+    sequence = np.concatenate([completion.prompt.tokens, completion.tokens])
+    dense = np.asarray(token_logprobs(params(2), TINY, sequence[None]))[0, 20:]
+    np.testing.assert_allclose(completion.logprobs[8:], dense[8:], atol=1e-4)
+    assert np.abs(completion.logprobs[:8] - dense[:8]).max() > 1e-2
+
+
+# ------------------------------------------------------------------------------------ per-request rules
+
+
+class Letters:
+    """A tokenizer whose token i is one letter, over 120 of the model's 128 ids."""
+
+    vocab_size = 120
+
+    def token_bytes(self, i):
+        return bytes([97 + i % 26])
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+@pytest.mark.slow
+def test_requests_with_different_parameters_run_side_by_side():
+    kinds = [
+        SamplingParams(max_tokens=20, temperature=0.7, seed=1),
+        SamplingParams(max_tokens=9, temperature=0.0, stop_ids=()),
+        SamplingParams(max_tokens=20, top_k=5, top_p=0.9, seed=2),
+        SamplingParams(max_tokens=20, stop=("e",), seed=3),
+        SamplingParams(max_tokens=20, stop=("ab", "z"), min_tokens=6, seed=4),
+        SamplingParams(max_tokens=20, suppress_ids=tuple(range(3, 64)), stop_ids=(70, 71), seed=5),
+        SamplingParams(max_tokens=20, logit_bias=((9, 4.0), (10, -100.0)), seed=6),
+        SamplingParams(max_tokens=20, top_logprobs=3, raw_logprobs=True, seed=7),
+    ]
+    made = engine(tokenizer=Letters(), pages=60)
+    ids = [made.submit(prompt(f"{i}", 10 + i, seed=i), kind)[0] for i, kind in enumerate(kinds)]
+    done = run(made)
+    for i, (id, kind) in enumerate(zip(ids, kinds, strict=True)):
+        by_itself = engine(tokenizer=Letters())
+        (only,) = by_itself.submit(prompt(f"{i}", 10 + i, seed=i), kind)
+        expected = run(by_itself)[only]
+        assert equal(done[id], expected), kind
+        assert done[id].text == expected.text
+    assert "e" not in done[ids[3]].text
+    assert not set(done[ids[5]].tokens.tolist()) & set(range(3, 64))
+    assert done[ids[7]].top_ids.shape == (len(done[ids[7]].tokens), 3)
+
+
+def test_logit_bias_is_added_before_the_temperature():
+    sampling = SamplingParams(max_tokens=1, temperature=0.5, logit_bias={5: 1000.0})
+    made = engine()
+    (id,) = made.submit(prompt("a", 6), sampling)
+    (event,) = made.step()
+    assert event.tokens == [5] and event.logprobs == [0.0]
+    sampler = Sampler(TINY, slots=4, page_size=8)
+    biased = SamplingParams(max_tokens=1, temperature=0.5, n=4, logit_bias=((7, 1.5),), top_logprobs=128)
+    plain = dataclasses.replace(biased, logit_bias=())
+    a, b = (sampler.generate(params(), [prompt("a", 6)], s)[0] for s in (biased, plain))
+    z = np.full(128, -np.inf)
+    z[b.top_ids[0]] = b.top_logprobs[0]
+    z[7] += 1.5 / 0.5
+    z -= np.log(np.exp(z).sum())
+    np.testing.assert_allclose(z[a.top_ids[0]], a.top_logprobs[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [((200, 1.0),), ((5, 2000.0),), ((5, float("nan")),), ((5,),), "abc"])
+def test_bad_biases_are_refused(bias):
+    with pytest.raises(InputError, match="logit_bias"):
+        engine().submit(prompt("a", 3), SamplingParams(max_tokens=1, logit_bias=bias))
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 33, 50])
+def test_logprobs_of_the_prompt(length):
+    made = engine()
+    sampling = SamplingParams(max_tokens=3, n=2, prompt_logprobs=True)
+    made.submit(prompt("warm", length), dataclasses.replace(sampling, prompt_logprobs=False))
+    ids = made.submit(prompt("a", length), sampling)
+    done = run(made)
+    dense = np.asarray(token_logprobs(params(), TINY, prompt("a", length).tokens[None]))[0]
+    for id in ids:
+        np.testing.assert_allclose(done[id].prompt_logprobs, dense, atol=1e-4)
+        plain = alone(
+            prompt("a", length), dataclasses.replace(sampling, prompt_logprobs=False), done[id].index
+        )
+        assert equal(done[id], plain)  # asking for them changes no draw
+
+
+def test_prompts_that_differ_in_their_last_token_have_their_own_logprobs():
+    made = engine()
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
+    ids = [made.submit([5, 6, 7, last], sampling)[0] for last in (8, 9)]
+    done = run(made)
+    for id, last in zip(ids, (8, 9), strict=True):
+        dense = np.asarray(token_logprobs(params(), TINY, np.array([[5, 6, 7, last]])))[0]
+        np.testing.assert_allclose(done[id].prompt_logprobs, dense, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------- scheduling, reuse
+
+
+def test_a_long_prompt_does_not_hold_up_rows_that_decode():
+    made = engine(prefill_calls=1, steps_per_dispatch=2)
+    (first,) = made.submit(prompt("a", 5), SamplingParams(max_tokens=40, stop_ids=()))
+    made.step()
+    (long,) = made.submit(prompt("long", 80, seed=1), SamplingParams(max_tokens=4, stop_ids=()))
+    events = [made.step() for _ in range(4)]
+    # 79 tokens are five chunks of 16: the first row gets its tokens all the while.
+    assert [[event.id for event in step] for step in events] == [[first]] * 4
+    assert all(len(step[0].tokens) == 2 for step in events)
+    assert {first, long} == {event.id for event in made.step()}
+    assert equal(
+        run(made)[long], alone(prompt("long", 80, seed=1), SamplingParams(max_tokens=4, stop_ids=()))
+    )
+
+
+def test_the_next_turn_of_a_conversation_finds_its_pages():
+    sampling = SamplingParams(max_tokens=30, stop_ids=())
+    for reuse in (False, True):
+        made = engine(reuse_generated=reuse)
+        (id,) = made.submit(prompt("turn 1", 20), sampling)
+        first = run(made)[id]
+        follow = np.concatenate([first.prompt.tokens, first.tokens, [5, 6, 7]]).astype(np.int32)
+        (id,) = made.submit(Prompt(uid="turn 2", tokens=follow), SamplingParams(max_tokens=8, stop_ids=()))
+        second = run(made)[id]
+        assert made.stats.reused_tokens == (48 if reuse else 16)
+        by_itself = alone(Prompt(uid="turn 2", tokens=follow), SamplingParams(max_tokens=8, stop_ids=()))
+        if not reuse:
+            assert equal(second, by_itself)
+        sequence = np.concatenate([follow, second.tokens])
+        dense = np.asarray(token_logprobs(params(), TINY, sequence[None]))[0, len(follow) :]
+        np.testing.assert_allclose(second.logprobs, dense, atol=1e-4)
+
+
+def test_cancelling_frees_slots_and_pages_at_once():
+    made = engine(pages=14)
+    ids = made.submit(prompt("a", 30), SamplingParams(max_tokens=40, n=6, stop_ids=()))
+    made.step()
+    assert made.running > 0 and made.queued > 0 and made.free_pages < made.pages
+    for id in ids:
+        assert made.cancel(id).stop is StopReason.CANCELLED
+    assert not made.busy and made.free_pages == made.pages and made.cancel(ids[0]) is None
+    made.release()
+    assert made.stats.cancelled == 6 and made.step() == []
+
+
+def test_what_can_never_run_is_refused_and_nothing_is_queued():
+    made = engine(pages=6)
+    for bad, message in (
+        ([], "without a token"),
+        ([1, 200], "outside the vocabulary"),
+        (list(range(3, 100)), "context of 96 tokens"),
+        (list(range(3, 43)), "5 usable pages of 8 tokens"),
+        ("text", "list of token ids"),
+    ):
+        with pytest.raises(InputError, match=message):
+            made.submit(bad, SamplingParams(max_tokens=30))
+    with pytest.raises(InputError, match="sampling must be SamplingParams"):
+        made.submit([5], {"max_tokens": 3})
+    assert not made.busy
+
+
+def test_broken_weights_end_rows_as_errors():
+    made = Engine(TINY, **OPTIONS)
+    made.swap({**params(), "final_norm": params()["final_norm"] * jnp.nan})
+    ids = made.submit(prompt("a", 9), SamplingParams(max_tokens=4, n=2))
+    done = run(made)
+    assert [done[id].stop for id in ids] == [StopReason.ERROR] * 2
+    made.release()
+
+
+def test_times_of_a_request_are_in_order():
+    made = engine()
+    (id,) = made.submit(prompt("a", 9), SamplingParams(max_tokens=20, stop_ids=()))
+    timings = run(made)[id].timings
+    assert 0 <= timings["queued"] <= timings["first_token"] <= timings["queued"] + timings["sampled"]
