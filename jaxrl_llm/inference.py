@@ -50,8 +50,8 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
     return dataclasses.replace(model, params=params), int(meta["version"])
 
 
-def load_weights(snapshot: str, version: int | None, like: Any) -> tuple[Any, int]:
-    """The parameters of a snapshot, for the model that is served already: (params, version).
+def load_weights(snapshot: str, version: int | None, like: Any) -> tuple[Any, int, str | None]:
+    """The parameters of a snapshot, for the model that is served already: (params, version, fingerprint if known).
 
     Args:
       like: the tree of that model, of arrays or of `jax.ShapeDtypeStruct`.
@@ -61,7 +61,7 @@ def load_weights(snapshot: str, version: int | None, like: Any) -> tuple[Any, in
     """
     store, version = _open_policy(snapshot, version)
     params, meta = store.restore_params(version, like=like)
-    return params, int(meta["version"])
+    return params, int(meta["version"]), meta.get("fingerprint")
 
 
 def _open_policy(snapshot: str, version: int | None) -> tuple[SnapshotStore, int | None]:

@@ -38,7 +38,8 @@ from jaxrl_llm.serve.worker import EngineError, Job, Worker
 
 __all__ = ["Service", "build_app", "is_loopback"]
 
-Load = Callable[[str, int | None], tuple[Any, int]]  # (snapshot, version or None) -> (params, version)
+# (snapshot, version or None) -> (params, version, fingerprint or None)
+Load = Callable[[str, int | None], tuple[Any, int, str | None]]
 
 _CLOSED = 499  # for the statistics: the client left before it was answered
 _OPEN_PATHS = ("/health", "/liveness")
@@ -309,10 +310,12 @@ class Service:
             )
         async with self._updating:
             try:
-                params, found = await asyncio.to_thread(self.load, snapshot, version)
+                params, found, expect = await asyncio.to_thread(self.load, snapshot, version)
             except InputError as error:
                 raise ApiError(400, str(error), param="snapshot") from None
-            fingerprint = await self._control(self.worker.swap(params, version=found, pages=pages))
+            fingerprint = await self._control(
+                self.worker.swap(params, version=found, pages=pages, expect=expect)
+            )
         self.updates.add()
         return _json({"policy_version": found, "version": found, "fingerprint": fingerprint})
 
@@ -355,6 +358,17 @@ class Service:
                 "Tokens computed by prefill.",
                 stats.prefilled_tokens,
             ),
+            "jaxrl_reused_tokens_total": (
+                "counter",
+                "Tokens of prompts found in pages that other prompts had filled.",
+                stats.reused_tokens,
+            ),
+            "jaxrl_page_evictions_total": (
+                "counter",
+                "Pages of prompts given up for others.",
+                stats.evictions,
+            ),
+            "jaxrl_resumptions_total": ("counter", "Preempted rows that came back.", stats.resumptions),
             "jaxrl_preemptions_total": (
                 "counter",
                 "Rows that lost their slot for a while.",

@@ -89,10 +89,10 @@ class Ask:
     stream: bool = False
     include_usage: bool = False  # a last chunk of the stream with the number of tokens
     logprobs: bool = False
-    top: int = 0  # likeliest tokens to show beside each; the engine may be asked for more
+    top: int = 0  # likeliest tokens to show beside each
     token_ids: bool = False
     tokens_as_ids: bool = False  # "token_id:5" in place of text in log-probs
-    priority: int = 0
+    priority: int = 0  # of the engine: higher ones go first
 
     @property
     def completions(self) -> int:
@@ -300,7 +300,6 @@ def _sampling(
             "stop_token_ids", f"stop_token_ids must be below {served.vocab_size}, got {_shown(outside)}."
         )
     eos = () if fields.flag("ignore_eos") else served.eos_ids
-    bias = _bias(fields, served)
     top_k = fields.get("top_k", _between(-1, 2**31 - 1), "0 or -1 (off), or a positive count", 0)
     try:
         return SamplingParams(
@@ -317,19 +316,14 @@ def _sampling(
             seed=fields.get(
                 "seed", _between(-(2**63), 2**63 - 1), "an integer of 64 bits", secrets.randbits(63)
             ),
-            top_logprobs=_compiled(top, served.vocab_size),
-            **({"logit_bias": bias} if bias else {}),
+            top_logprobs=min(top, served.vocab_size),
+            logit_bias=_bias(fields, served),
         )
     except InputError as error:
         found = re.match(r"SamplingParams: (\w+)", str(error))
         name = {"max_tokens": most, "stop_ids": "stop_token_ids"}.get(found[1], found[1]) if found else ""
         message = re.sub(r"^SamplingParams: \w+", name, str(error)) if found else str(error)
         raise fields.error(name, message) from None
-
-
-def _compiled(top: int, vocab_size: int) -> int:
-    """How many likeliest tokens the engine is asked for: few distinct counts, since each is a program of its own."""
-    return min(next(k for k in (0, 1, 5, 20, vocab_size) if k >= top), vocab_size)
 
 
 def _options(fields: _Fields) -> dict[str, Any]:
@@ -351,7 +345,8 @@ def _options(fields: _Fields) -> dict[str, Any]:
 
 
 def _priority(fields: _Fields) -> int:
-    return fields.get("priority", _between(-(2**31), 2**31 - 1), "an integer", 0)
+    # Clients number places in a queue, as vLLM does: the lower, the earlier.
+    return -fields.get("priority", _between(-(2**31), 2**31 - 1), "an integer", 0)
 
 
 def _check_model(fields: _Fields, served: Served) -> None:

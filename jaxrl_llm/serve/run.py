@@ -70,9 +70,17 @@ def serve(
 
         from jaxrl_llm.assembly import build_engine
         from jaxrl_llm.inference import load_policy, load_weights
+        from jaxrl_llm.memory import refuse_too_large, sampler_parts
         from jaxrl_llm.serve.worker import Worker
 
         model, version = load_policy(config, snapshot, version)
+        refuse_too_large(
+            [
+                sampler_parts(
+                    config, model.config, rows=config.sampler.slots, max_tokens=config.model.max_context
+                )
+            ]
+        )
         engine = build_engine(config, model)
         fingerprint = engine.swap(model.params, version=version, pages="recompute")
         served = Served(

@@ -58,8 +58,8 @@ class Engine(Protocol):
     def free_pages(self) -> int: ...
     @property
     def pages(self) -> int: ...
-    def swap(self, params: Any, *, version: int, pages: Any = ...) -> str: ...
-    def submit(self, prompt: Prompt, sampling: SamplingParams, priority: int = 0) -> list[int]: ...
+    def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
+    def submit(self, prompt: Prompt, sampling: SamplingParams, *, priority: int = 0) -> list[int]: ...
     def cancel(self, id: int) -> Completion | None: ...
     def step(self) -> Sequence[Event]: ...
 
@@ -161,7 +161,7 @@ class Worker:
     async def submit(
         self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int = 0
     ) -> None:
-        """Queues a job; returns when the engine has taken it.
+        """Queues a job; returns when the engine has taken it. Higher priorities go first.
 
         Raises:
           InputError: it can never run.
@@ -181,9 +181,9 @@ class Worker:
         """Goes on after `pause`."""
         await self._call(self._resume)
 
-    async def swap(self, params: Any, *, version: int, pages: str) -> str:
-        """Serves other weights from the next dispatch on; returns their fingerprint."""
-        return await self._call(lambda: self._swap(params, version, pages))
+    async def swap(self, params: Any, *, version: int, pages: str, expect: str | None = None) -> str:
+        """Serves other weights from the next dispatch on; returns their fingerprint, which must be `expect`."""
+        return await self._call(lambda: self._swap(params, version, pages, expect))
 
     async def abort(self) -> None:
         """Ends every row with what it has."""
@@ -287,7 +287,7 @@ class Worker:
     def _submit(self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int) -> None:
         try:
             for prompt in prompts:
-                job.ids += self._engine.submit(prompt, sampling, priority)
+                job.ids += self._engine.submit(prompt, sampling, priority=priority)
         except Exception:
             for id in job.ids:
                 self._engine.cancel(id)
@@ -324,8 +324,8 @@ class Worker:
         self._rows.clear()
         self._give(given)
 
-    def _swap(self, params: Any, version: int, pages: str) -> str:
-        self._fingerprint = self._engine.swap(params, version=version, pages=pages)
+    def _swap(self, params: Any, version: int, pages: str, expect: str | None) -> str:
+        self._fingerprint = self._engine.swap(params, version=version, pages=pages, expect=expect)
         self._version = version
         return self._fingerprint
 

@@ -20,7 +20,10 @@ from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import StopReason
 
-TEXT = ["The quick brown fox jumps over the lazy dog.", "Äpfel, naïve café, 東京, Привет, 🙂 and more words."] * 20
+TEXT = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Äpfel, naïve café, 東京, Привет, 🙂 and more words.",
+] * 20
 CHATML = (
     "{% if tools %}[{% for tool in tools %}{{ tool.function.name }};{% endfor %}]{% endif %}"
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
@@ -61,12 +64,12 @@ class ScriptedEngine:
     running = property(lambda self: len(self.active))
     free_pages = property(lambda self: self.slots - len(self.active))
 
-    def swap(self, params, *, version, pages="keep"):
+    def swap(self, params, *, version, pages="keep", expect=None):
         self.version = version
-        self.swapped.append((params, version, pages))
+        self.swapped.append((params, version, pages, expect))
         return f"fingerprint-{version}"
 
-    def submit(self, prompt, sampling, priority=0):
+    def submit(self, prompt, sampling, *, priority=0):
         ids = []
         for index in range(sampling.n):
             row = types.SimpleNamespace(
@@ -100,7 +103,7 @@ class ScriptedEngine:
                 if row.id == id:
                     rows.remove(row)
                     self.cancelled.append(id)
-                    return self._completion(row, types.SimpleNamespace(value="cancelled"))
+                    return self._completion(row, StopReason.CANCELLED)
         return None
 
     def step(self):
@@ -140,7 +143,12 @@ class ScriptedEngine:
 def running(worker, served, *, slots, limits=None, grace=5.0, load=None, api_key=None):
     """A server that listens, in a thread: (address, service, server)."""
     service = Service(
-        worker, served, slots=slots, load=load or (lambda path, version: ({}, 0)), limits=limits, api_key=api_key
+        worker,
+        served,
+        slots=slots,
+        load=load or (lambda path, version: ({}, 0, None)),
+        limits=limits,
+        api_key=api_key,
     )
     sock = listen("127.0.0.1", 0)
     ready = threading.Event()
@@ -158,6 +166,12 @@ def running(worker, served, *, slots, limits=None, grace=5.0, load=None, api_key
         server.force_exit = True
         thread.join(20)
         assert worker.stop(20) and not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """`running`, for test modules."""
+    return running
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventu
 
     def load(path, version):
         loads.append((path, version))
-        return "weights", 7 if version is None else version
+        return "weights", 7 if version is None else version, "digest"
 
     with scripted(endless, load=load) as place:
         url = place.url + "/update_weights"
@@ -137,13 +137,16 @@ def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventu
         status, headers, body = call(url, {"snapshot": "run"})
         assert status == 200 and body == {"policy_version": 7, "version": 7, "fingerprint": "fingerprint-7"}
         assert headers["x-policy-version"] == "7" and loads == [("run", None)]
-        assert place.engine.swapped == [("weights", 7, "recompute")]
+        assert place.engine.swapped == [("weights", 7, "recompute", "digest")]
         thread.join(20)
         (choice,) = thread.result[2]["choices"]
         assert set(choice["policy_versions"]) == {0, 7} and choice["policy_version"] == 7
-        assert choice["policy_versions"] == sorted(choice["policy_versions"]) and len(choice["token_ids"]) == 1000
+        assert (
+            choice["policy_versions"] == sorted(choice["policy_versions"])
+            and len(choice["token_ids"]) == 1000
+        )
         assert call(url, {"snapshot": "run", "version": 3, "pages": "keep"})[2]["version"] == 3
-        assert place.engine.swapped[-1] == ("weights", 3, "keep")
+        assert place.engine.swapped[-1] == ("weights", 3, "keep", "digest")
         for wrong, param in (
             ({}, "snapshot"),
             ({"snapshot": 5}, "snapshot"),
@@ -157,7 +160,13 @@ def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventu
 
 def test_a_stop_string_that_spans_tokens_is_not_streamed(scripted):
     with scripted(lambda prompt, index: iter(b"so END")) as place:
-        body = {"prompt": "a", "stop": ["END"], "stream": True, "max_tokens": 50, "stream_options": {"include_usage": True}}
+        body = {
+            "prompt": "a",
+            "stop": ["END"],
+            "stream": True,
+            "max_tokens": 50,
+            "stream_options": {"include_usage": True},
+        }
         request = urllib.request.Request(place.url + "/v1/completions", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")

@@ -138,8 +138,8 @@ def test_fields_become_the_sampling_distribution(served):
     s = ask.sampling
     assert (s.max_tokens, s.temperature, s.top_p, s.top_k, s.min_p) == (7, 0.5, 0.9, 0, 0.1)
     assert (s.n, s.stop, s.stop_ids, s.min_tokens, s.seed) == (3, ("x",), (2, 5), 2, 11)
-    assert ask.top == 3 and s.top_logprobs == 5 and ask.logprobs and ask.completions == 3
-    assert ask.stream and ask.include_usage and ask.token_ids and ask.priority == -4
+    assert ask.top == 3 and s.top_logprobs == 3 and ask.logprobs and ask.completions == 3
+    assert ask.stream and ask.include_usage and ask.token_ids and ask.priority == 4
     assert ask.prompts[0] == tiny_tokenizer().chat(HI)
     assert parse_chat({"messages": HI, "ignore_eos": True}, served, LIMITS).sampling.stop_ids == ()
 
@@ -199,11 +199,22 @@ def test_content_in_parts_and_arguments_of_calls_reach_the_template(bytes_tokeni
 
 
 def test_token_ids_in(served):
-    inner = {"max_tokens": 4, "stop_token_ids": [7], "logprobs": 1, "skip_special_tokens": False, "temperature": 1.0}
+    inner = {
+        "max_tokens": 4,
+        "stop_token_ids": [7],
+        "logprobs": 1,
+        "skip_special_tokens": False,
+        "temperature": 1.0,
+    }
     body = {"model": "tiny", "token_ids": [1, 5], "sampling_params": inner, "cache_salt": "a", "priority": 3}
     ask = parse_generate(body, served, LIMITS)
     assert ask.prompts == ([1, 5],) and ask.sampling.stop_ids == (2, 7) and ask.sampling.max_tokens == 4
-    assert ask.logprobs and ask.top == ask.sampling.top_logprobs == 0 and ask.tokens_as_ids and ask.priority == 3
+    assert (
+        ask.logprobs
+        and ask.top == ask.sampling.top_logprobs == 0
+        and ask.tokens_as_ids
+        and ask.priority == -3
+    )
     for change, param in (
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": "hi"}, "token_ids"),

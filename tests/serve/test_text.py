@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from jaxrl_llm.sampler.stopping import StopStrings
+from jaxrl_llm.sampler.stopping import StopStrings, bytes_of_tokens
 from jaxrl_llm.serve.text import Deltas
 
 
 def stream(tokenizer, tokens, stop=()):
     """(pieces given before the end, whole text): tokens up to a stop string, as the sampler takes them."""
-    matcher, seen, kept = StopStrings(stop, tokenizer, tokenizer.vocab_size), bytearray(), []
+    matcher, seen, kept = StopStrings(stop, bytes_of_tokens(tokenizer, tokenizer.vocab_size)), bytearray(), []
     deltas, pieces, text = Deltas(tokenizer, stop), [], None
     for token in tokens:
         kept.append(token)
