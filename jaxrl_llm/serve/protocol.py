@@ -158,6 +158,8 @@ _IGNORED = frozenset(
     "store metadata service_tier parallel_tool_calls reasoning_effort verbosity prediction safety_identifier "
     "prompt_cache_key prompt_cache_retention cache_salt request_id spaces_between_special_tokens detokenize".split()
 )
+# The same, among the sampling parameters of token-in/token-out generation: about text, or about experts.
+_ENGINE = frozenset("skip_special_tokens routed_experts_prompt_start output_kind extra_args".split())
 # Not implemented: only the values that mean "off" are taken.
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -538,7 +540,7 @@ def parse_generate(body: Any, served: Served, limits: Limits) -> Ask:
     _check_prompts("token_ids", [prompt], served)
     inner = fields.get("sampling_params", lambda v: isinstance(v, dict), "an object", {})
     # No text is made, so that special tokens are neither shown nor skipped.
-    sampled = _Fields(inner, _SAMPLED | {"skip_special_tokens"}, off=_OFF, prefix="sampling_params.")
+    sampled = _Fields(inner, _SAMPLED | _ENGINE, off=_OFF, prefix="sampling_params.")
     top = sampled.get("logprobs", _between(0, limits.top_logprobs), f"a count in [0, {limits.top_logprobs}]")
     # The sampled token itself is always told; `logprobs: 1` asks for nothing beside it.
     beside = top if top is not None and top > 1 else 0

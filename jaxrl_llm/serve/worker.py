@@ -252,8 +252,8 @@ class Worker:
             except Exception as error:  # its state is unknown now: nothing more is asked of it
                 traceback.print_exc()
                 self._fail(error)
-        error = EngineError("The server is stopping.")
-        self._give({job: [error] for job, _ in self._rows.values()})
+        stopped = EngineError("The server is stopping.")
+        self._give({job: [stopped] for job, _ in self._rows.values()})
         self._rows.clear()
         self._ended.set()
         while True:  # answers commands that came too late

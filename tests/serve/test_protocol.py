@@ -205,6 +205,7 @@ def test_token_ids_in(served):
         "logprobs": 1,
         "skip_special_tokens": False,
         "temperature": 1.0,
+        "routed_experts_prompt_start": 3,
     }
     body = {"model": "tiny", "token_ids": [1, 5], "sampling_params": inner, "cache_salt": "a", "priority": 3}
     ask = parse_generate(body, served, LIMITS)

@@ -44,6 +44,13 @@ def test_a_beginning_of_a_stop_string_is_held_back_until_it_is_none(bytes_tokeni
     assert pieces == ["x", "", ""] and rest == "EN" and text == "xEN"
 
 
+def test_a_stop_character_that_two_tokens_make_is_cut(bytes_tokenizer):
+    tokens = bytes_tokenizer.encode("a東b")
+    assert len(tokens) == 5
+    pieces, rest, text = stream(bytes_tokenizer, tokens, stop=("東",))
+    assert "".join(pieces) == text == "a" and rest == ""
+
+
 def test_any_tokens_and_any_stop_strings_add_up_and_nothing_leaks(bytes_tokenizer):
     draw = random.Random(0)
     stopped = 0
