@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-__all__ = ["AXES", "BATCH_AXES", "batch_shards", "make_mesh"]
+__all__ = ["AXES", "BATCH_AXES", "batch_shards", "data_devices", "make_mesh"]
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")  # rows are split over both; parameters over fsdp and tensor
@@ -46,6 +46,21 @@ def make_mesh(
             sizes, AXES, axis_types=types
         )  # neighbours in the mesh are neighbours in the network
     return Mesh(np.asarray(available[:needed], dtype=object).reshape(sizes), AXES, axis_types=types)
+
+
+def data_devices(mesh: Mesh) -> list[jax.Device]:
+    """The first device of each copy of the parameters, in the order of the data axis: where sampler replicas live.
+
+    Raises:
+      ValueError: a copy is spread over several devices.
+    """
+    copies = np.moveaxis(mesh.devices, list(mesh.axis_names).index("data"), 0).reshape(mesh.shape["data"], -1)
+    if copies.shape[1] > 1:
+        raise ValueError(
+            f"data_devices: a copy of the parameters takes {copies.shape[1]} devices of this mesh {dict(mesh.shape)}; "
+            "replicas hold theirs on one device each, so use a mesh with a data axis only."
+        )
+    return [devices[0] for devices in copies]
 
 
 def batch_shards(mesh: Mesh | None) -> int:

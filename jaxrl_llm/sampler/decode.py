@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -37,13 +37,16 @@ from jaxrl_llm.sampler.sampling import RowSampling, draw
 
 __all__ = [
     "DecodeState",
+    "Dispatch",
     "ResultTokens",
     "SamplingWeights",
+    "collect",
     "duplicate_pages",
     "free_resource",
     "generate",
     "init_state",
     "insert",
+    "launch",
     "load_pages",
     "prefill",
     "prepare_for_sampling",
@@ -334,7 +337,15 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
     return cache, (token, position, active), (out, ran)
 
 
-def generate(
+class Dispatch(NamedTuple):
+    """A dispatch that was launched: arrays that the device may still be computing."""
+
+    cache: PagedCache
+    carried: Any  # token, position, active of each slot
+    results: Any
+
+
+def launch(
     weights: SamplingWeights,
     config: ModelConfig,
     state: DecodeState,
@@ -345,8 +356,9 @@ def generate(
     truncate: bool = False,
     raw: bool = False,
     top: int = 0,
-) -> tuple[DecodeState, ResultTokens]:
-    """One dispatch: up to `steps` tokens of every live row. `state.cache` is donated.
+    device: jax.Device | None = None,
+) -> Dispatch:
+    """Starts one dispatch, up to `steps` tokens of every live row, and does not wait. `state.cache` is donated.
 
     Args:
       tables: what rows may sample and what ends them.
@@ -354,23 +366,22 @@ def generate(
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
       truncate, raw, top: see `sampling.draw`.
+      device: where the weights and the pages are, if they are bound to one.
     """
     rows = {
         name: getattr(state, name)
         for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
-    cache, carried, results = _generate(
-        weights,
-        config,
-        state.cache,
-        *jax.device_put((rows, tables, np.int32(max(1, least)))),
-        steps=steps,
-        truncate=truncate,
-        raw=raw,
-        top=top,
+    arguments = jax.device_put((rows, tables, np.int32(max(1, least))), device)
+    return Dispatch(
+        *_generate(weights, config, state.cache, *arguments, steps=steps, truncate=truncate, raw=raw, top=top)
     )
-    (token, position, active), (out, ran) = jax.device_get((carried, results))
-    state = dataclasses.replace(state, cache=cache, token=token, position=position, active=active)
+
+
+def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, ResultTokens]:
+    """Waits for a dispatch: the state after it and what it sampled."""
+    (token, position, active), (out, ran) = jax.device_get((dispatch.carried, dispatch.results))
+    state = dataclasses.replace(state, cache=dispatch.cache, token=token, position=position, active=active)
     return state, ResultTokens(
         tokens=out["tokens"],
         logprobs=out["logprobs"],
@@ -380,6 +391,13 @@ def generate(
         valid=out["valid"],
         steps=int(ran),
     )
+
+
+def generate(
+    weights: SamplingWeights, config: ModelConfig, state: DecodeState, **options: Any
+) -> tuple[DecodeState, ResultTokens]:
+    """One dispatch, waited for; the options are those of `launch`."""
+    return collect(state, launch(weights, config, state, **options))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

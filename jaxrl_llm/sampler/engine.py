@@ -92,6 +92,8 @@ class Engine:
         keep_prefixes: bool = True,
         reuse_generated: bool = False,
         mesh: jax.sharding.Mesh | None = None,
+        device: jax.Device | None = None,
+        prefill_on: jax.Device | None = None,
         table_width: int | None = None,
     ):
         """
@@ -113,6 +115,9 @@ class Engine:
           reuse_generated: pages of a completion are kept for prompts that continue it, too (the next turn of a
             conversation). They were computed by decoding and not by prefill: the last bits may differ.
           mesh: devices to run on; the pages are replicated over it. None: where the weights are.
+          device: the weights are copied there when they are swapped in; None: they stay where they are.
+          prefill_on: another device, which computes prompts while this one decodes; the pages are moved over when
+            a prompt is complete. It holds a copy of the weights and as many pages. None: prompts are computed here.
           table_width: most pages of a row; None: those of `max_context`.
         """
         check_options(
@@ -127,6 +132,12 @@ class Engine:
             prefill_calls=prefill_calls,
             preemption=preemption,
         )
+        if prefill_on is not None and reuse_generated:
+            raise InputError(
+                "sampler: reuse_generated needs prompts to be computed where rows decode; leave out prefill_on."
+            )
+        if device is not None and mesh is not None:
+            raise InputError("sampler: give device or mesh, not both.")
         self.config = config
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
@@ -140,6 +151,8 @@ class Engine:
         self._preemption = preemption
         self._reuse_generated = reuse_generated
         self._mesh = mesh
+        self._device = device
+        self._prefill_on = prefill_on
         self._rules = RuleTable(config.vocab_size, tuple(config.eos_ids), tokenizer)
         self._width = table_width or pages_for(self.max_context, page_size)
         self._allocator = PageAllocator(pages)
@@ -154,6 +167,10 @@ class Engine:
         )
         self._weights: Any = None  # SamplingWeights from the first swap on
         self._state: Any = None  # DecodeState, likewise
+        self._prefill_weights: Any = None
+        self._prefill_cache: Any = None  # PagedCache of `prefill_on`, the same pages by the same numbers
+        self._arrived: list[int] = []  # pages that prefill has written since `_move_over`
+        self._pending: tuple[list[Row], decode.Dispatch, float] | None = None
         self._rows: dict[int, Row] = {}
         self._next_id = 0
         self._began = time.perf_counter()
@@ -198,15 +215,21 @@ class Engine:
         return print_
 
     def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
+        if self._pending is not None:
+            raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
         first = self._weights is None
-        self._weights, self.version = weights, version
+        self._weights, self.version = self._put(weights) if self._device else weights, version
+        if self._prefill_on is not None:
+            self._prefill_weights = jax.device_put(weights, self._prefill_on)
         if first:
             self._state = decode.init_state(
                 self.config, self.stats.slots, self.stats.pages, self._page_size, self._width
             )
-            home = _home(weights, self._mesh)
+            home = _home(self._weights, self._mesh)
             if home is not None:
                 self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
+            if self._prefill_on is not None:
+                self._prefill_cache = jax.device_put(self._state.cache, self._prefill_on)
             return
         self.stats.swaps += 1
         if pages == "recompute":
@@ -355,10 +378,16 @@ class Engine:
         Raises:
           InputError: there are no weights yet.
         """
-        if self._weights is None or self._state is None:
+        self.begin()
+        return self.finish()
+
+    def begin(self) -> None:
+        """The first half of `step`: everything up to launching the dispatch, which is not waited for."""
+        if self._weights is None:
             raise InputError("sampler: no weights are served yet; call swap(params) first.")
         if not self._scheduler.busy:
-            return []
+            return
+        self._move_over()  # before pages get other owners
         plan = self._scheduler.plan()
         stats = self.stats
         stats.peak_pages = max(stats.peak_pages, self._allocator.used)
@@ -368,11 +397,13 @@ class Engine:
         began = time.perf_counter()
         self._leave_slots(plan, save=self._preemption == "move")
         for row in plan.placed:
-            if row.order >= 0 and row.request.started is None:
+            if row.request.started is None:
                 row.request.started = self._clock()
             if row.saved is not None:
                 self._load(row)
-        self._fill()
+        apart = self._prefill_on is not None
+        if not apart:
+            self._fill()
         started = self._start()
         if plan.placed or started:
             jax.block_until_ready(self._state.cache)
@@ -380,7 +411,33 @@ class Engine:
         for row in plan.grown:
             if row.slot is not None and row.running:
                 self._state.table[row.slot, : len(row.pages)] = row.pages
-        return self._dispatch() if self._scheduler.running else []
+        if self._scheduler.running:
+            self._pending = self._launch()
+        if apart:
+            self._fill()  # on its own devices, while the others decode
+
+    def finish(self) -> list[Event]:
+        """The second half of `step`: waits for the dispatch and takes what it sampled."""
+        if self._pending is None:
+            return []
+        (running, dispatch, began), self._pending = self._pending, None
+        self._state, result = decode.collect(self._state, dispatch)
+        stats = self.stats
+        stats.decode_seconds += time.perf_counter() - began
+        stats.dispatches += 1
+        stats.decode_steps += result.steps
+        stats.decoded_tokens += int(result.valid.sum())
+        events = []
+        for row in sorted(running, key=lambda row: row.id):
+            before = len(row.tokens)
+            reason = self._take(row, result)
+            if reason is not None:
+                if self._reuse_generated and reason is not StopReason.ERROR and self._current(row):
+                    sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens[:-1], np.int32)])
+                    self._scheduler.keep(row, sequence)
+                self._state = decode.free_resource(self._state, self._scheduler.finish(row))
+            events.append(self._event(row, before, reason))
+        return events
 
     def _clock(self) -> float:
         return time.perf_counter() - self._began
@@ -435,11 +492,24 @@ class Engine:
                 following = owner.following[done : done + C]
                 targets[r, : len(following)] = following
         self.stats.prefilled_tokens += int(lengths.sum())
-        arguments = jax.device_put((tokens, starts, lengths, table, targets if scored else None))
-        cache, logprobs = decode.prefill(self._weights, self.config, self._state.cache, *arguments)
-        self._state = dataclasses.replace(self._state, cache=cache)
+        arguments = (tokens, starts, lengths, table, targets if scored else None)
+        if self._prefill_on is None:
+            cache, logprobs = decode.prefill(
+                self._weights, self.config, self._state.cache, *self._put(arguments)
+            )
+            self._state = dataclasses.replace(self._state, cache=cache)
+        else:
+            self._prefill_cache, logprobs = decode.prefill(
+                self._prefill_weights,
+                self.config,
+                self._prefill_cache,
+                *jax.device_put(arguments, self._prefill_on),
+            )
         found = None if logprobs is None else jax.device_get(logprobs)
-        for r, (_, _, _, owner) in enumerate(jobs):
+        for r, (_, done, pages, owner) in enumerate(jobs):
+            S = self._page_size
+            if self._prefill_on is not None:
+                self._arrived += pages[done // S : pages_for(done + int(lengths[r]), S)]
             if isinstance(owner, Row):
                 owner.refill = int(starts[r] + lengths[r])
             else:
@@ -487,12 +557,28 @@ class Engine:
             )
         return len(ready)
 
+    def _move_over(self) -> None:
+        """Moves the pages that `prefill_on` has filled since the last time to where rows decode."""
+        if self._prefill_on is None or not self._arrived:
+            return
+        pages = [page for page in dict.fromkeys(self._arrived) if self._allocator.references(page)]
+        self._arrived = []
+        W = self._width
+        for i in range(0, len(pages), W):
+            ids = np.full(W, NOBODY, np.int32)
+            ids[: len(pages[i : i + W])] = pages[i : i + W]
+            moved = decode.store_pages(self._prefill_cache, jax.device_put(ids, self._prefill_on))
+            k, v, ids = jax.device_put((*moved, ids), self._state.cache.k.sharding)
+            self._state = dataclasses.replace(
+                self._state, cache=decode.load_pages(self._state.cache, k, v, ids)
+            )
+
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         size = self.stats.slots
         for i in range(0, len(copies), size):
             pairs = np.full((2, size), NOBODY, np.int32)
             pairs[:, : len(copies[i : i + size])] = np.array(copies[i : i + size]).T
-            arguments = jax.device_put((pairs[0], pairs[1]))
+            arguments = self._put((pairs[0], pairs[1]))
             self._state = dataclasses.replace(
                 self._state, cache=decode.duplicate_pages(self._state.cache, *arguments)
             )
@@ -500,7 +586,7 @@ class Engine:
     def _store(self, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.full(self._width, NOBODY, np.int32)
         ids[: len(pages)] = pages
-        k, v = jax.device_get(decode.store_pages(self._state.cache, jax.device_put(ids)))
+        k, v = jax.device_get(decode.store_pages(self._state.cache, self._put(ids)))
         return k[:, : len(pages)].copy(), v[:, : len(pages)].copy()
 
     def _load(self, row: Row) -> None:
@@ -514,20 +600,20 @@ class Engine:
             np.concatenate([x, np.zeros((x.shape[0], self._width - used, *x.shape[2:]), x.dtype)], axis=1)
             for x in (k, v)
         )
-        arguments = jax.device_put((k, v, ids))
+        arguments = self._put((k, v, ids))
         self._state = dataclasses.replace(self._state, cache=decode.load_pages(self._state.cache, *arguments))
 
-    def _dispatch(self) -> list[Event]:
-        stats, running = self.stats, self._scheduler.running
+    def _launch(self) -> tuple[list[Row], decode.Dispatch, float]:
+        running = self._scheduler.running
         samplings = [row.request.sampling for row in running]
         wanted = max(s.top_logprobs for s in samplings)
         tables = self._rules.tables(
-            jax.device_put,
+            self._put,
             floors=any(s.min_tokens for s in samplings),
             rules={row.request.rule.index for row in running},
         )
         began = time.perf_counter()
-        self._state, result = decode.generate(
+        dispatch = decode.launch(
             self._weights,
             self.config,
             self._state,
@@ -537,23 +623,12 @@ class Engine:
             truncate=any(s.truncated_support for s in samplings),
             raw=any(s.raw_logprobs for s in samplings),
             top=min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size),
+            device=self._device,
         )
-        now = time.perf_counter()
-        stats.decode_seconds += now - began
-        stats.dispatches += 1
-        stats.decode_steps += result.steps
-        stats.decoded_tokens += int(result.valid.sum())
-        events = []
-        for row in sorted(running, key=lambda row: row.id):
-            before = len(row.tokens)
-            reason = self._take(row, result)
-            if reason is not None:
-                if self._reuse_generated and reason is not StopReason.ERROR and self._current(row):
-                    sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens[:-1], np.int32)])
-                    self._scheduler.keep(row, sequence)
-                self._state = decode.free_resource(self._state, self._scheduler.finish(row))
-            events.append(self._event(row, before, reason))
-        return events
+        return running, dispatch, began
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._device)
 
     def _current(self, row: Row) -> bool:
         """Whether all K/V of a row are of the weights that are served now."""

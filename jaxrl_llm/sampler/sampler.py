@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
+from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.engine import Engine, check_options, check_params
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.types import Prompt
@@ -96,6 +96,7 @@ class Sampler:
         sampling: SamplingParams,
         *,
         version: int = 0,
+        keep: int | None = None,
         on_progress: Callable[[SamplerStats], None] | None = None,
     ) -> list[Completion]:
         """Completions in the order of the prompts, the samples of a prompt consecutive, a greedy one last.
@@ -104,6 +105,10 @@ class Sampler:
           params: the learner's tree, or the result of `decode.prepare_for_sampling`.
           prompts: prompts, or token lists (uid = hash of the tokens and occurrence in this call).
           version: stamped on every token.
+          keep: over-generation: of the `sampling.n` samples of a prompt only so many are returned, the first to end
+            (those that end in the same dispatch: by index), and the others are cancelled as soon as these have. It
+            saves the wait for the longest answers and favours short ones: the samples returned are no longer drawn
+            from the policy alone. None: all.
           on_progress: called with the statistics so far after every dispatch.
 
         Raises:
@@ -113,6 +118,8 @@ class Sampler:
         began = time.perf_counter()
         if not isinstance(sampling, SamplingParams):
             raise InputError(f"sampler: sampling must be SamplingParams, got {type(sampling).__name__}.")
+        if keep is not None and not (is_integer(keep) and 1 <= keep <= sampling.n):
+            raise InputError(f"sampler: keep must be in [1, n={sampling.n}] or None, got {keep!r}.")
         prompts = as_prompts(prompts)
         engine = self._engine(prompts, sampling)
         engine.check(prompts, sampling)
@@ -125,15 +132,29 @@ class Sampler:
             weights = decode.prepare_for_sampling(params, self.config)
         stats.prepare_seconds = time.perf_counter() - began
         engine.swap(weights, version=version)
-        ids = [id for prompt in prompts for id in engine.submit(prompt, sampling)]
+        groups = [engine.submit(prompt, sampling) for prompt in prompts]
         done: dict[int, Completion] = {}
         while engine.busy:
-            done |= {event.id: event.completion for event in engine.step() if event.completion is not None}
+            ended = {event.id: event.completion for event in engine.step() if event.completion is not None}
+            done |= ended
+            if keep is not None and ended:
+                for ids in groups:
+                    self._cut(engine, ids[: sampling.n], done, keep)
             stats.seconds = time.perf_counter() - began
             if on_progress is not None:
                 on_progress(stats)
         engine.release()
-        return [done[id] for id in ids]
+        return [done[id] for ids in groups for id in ids if id in done]
+
+    @staticmethod
+    def _cut(engine: Engine, ids: list[int], done: dict[int, Completion], keep: int) -> None:
+        """Ends a group of which `keep` samples have ended."""
+        ended = [id for id in ids if id in done]
+        if len(ended) >= keep:
+            for id in ids:
+                engine.cancel(id)
+            for id in ended[keep:]:
+                del done[id]
 
     def _engine(self, prompts: list[Prompt], sampling: SamplingParams) -> Engine:
         """An engine with pages enough; never smaller than in an earlier call, so that calls share programs."""

@@ -14,8 +14,10 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
+from jaxrl_llm.parallel.mesh import data_devices, make_mesh
 from jaxrl_llm.sampler import Sampler, SamplingParams, prepare_for_sampling
 from jaxrl_llm.sampler.engine import Engine
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -421,3 +423,137 @@ def test_times_of_a_request_are_in_order():
     (id,) = made.submit(prompt("a", 9), SamplingParams(max_tokens=20, stop_ids=()))
     timings = run(made)[id].timings
     assert 0 <= timings["queued"] <= timings["first_token"] <= timings["queued"] + timings["sampled"]
+
+
+# ----------------------------------------------------------------- replicas, and prompts computed apart
+
+
+def visits(count=6):
+    return [prompt(f"{i}", 5 + 7 * i, seed=i) for i in range(count)]
+
+
+SAMPLING = SamplingParams(max_tokens=14, n=2, seed=3)
+
+
+def one_engine():
+    made = engine(pages=60)
+    ids = [id for p in visits() for id in made.submit(p, SAMPLING)]
+    done = run(made)
+    return [done[id] for id in ids]
+
+
+@pytest.mark.slow
+def test_replicas_sample_what_one_engine_samples():
+    expected = one_engine()
+    made = Replicas(TINY, data_devices(make_mesh(data=3)), **OPTIONS)
+    made.swap(params(), version=0)
+    ids = [id for p in visits() for id in made.submit(p, SAMPLING)]
+    done = run(made)
+    assert all(equal(done[id], c) for id, c in zip(ids, expected, strict=True))
+    assert all(e.stats.completions == 4 for e in made.engines) and made.stats.completions == 12
+    places = {e._state.cache.k.sharding.device_set.pop() for e in made.engines}
+    assert places == set(jax.devices()[:3])
+    made.release()
+
+
+def test_conversations_and_beginnings_stay_where_their_pages_are():
+    made = Replicas(TINY, jax.devices()[:2], imbalance=6, **OPTIONS)
+    made.swap(weights(), version=0)
+    sampling = SamplingParams(max_tokens=4, stop_ids=())
+    system = prompt("", 40).tokens
+
+    def place(id):
+        return made._ids[id][0]
+
+    (a,) = made.submit(Prompt(uid="a", tokens=system), sampling, session="one")
+    (b,) = made.submit(prompt("b", 20, seed=5), sampling, session="two")
+    assert place(a) == 0 and place(b) == 1
+    # Another prompt that begins like the first, and the next turn of a conversation that does not.
+    (c,) = made.submit(Prompt(uid="c", tokens=np.append(system, [5, 6])), sampling)
+    (d,) = made.submit(prompt("d", 9, seed=9), sampling, session="two")
+    assert place(c) == 0 and place(d) == 1
+    # Too much for one of them: the rest goes elsewhere.
+    many = made.submit(Prompt(uid="e", tokens=system), dataclasses.replace(sampling, n=9))
+    (f,) = made.submit(Prompt(uid="f", tokens=system), sampling)
+    assert {place(id) for id in many} == {0} and place(f) == 1
+    done = run(made)
+    assert len(done) == 14 and made.engines[0].stats.reused_tokens >= 32
+    assert made._load == [0, 0] and not made._ids
+
+
+def test_replicas_cancel_swap_and_refuse_together():
+    made = Replicas(TINY, jax.devices()[:2], **OPTIONS)
+    with pytest.raises(InputError, match="no weights"):
+        made.submit([5], SAMPLING)
+        made.step()
+    (first, *_) = made.submit(visits()[5], SAMPLING)
+    made.swap(weights(0), version=0)
+    made.step()
+    assert made.cancel(first).stop is StopReason.CANCELLED and made.cancel(first) is None
+    made.swap(weights(1), version=1)
+    assert made.version == 1 and {e.version for e in made.engines} == {1}
+    run(made)
+    with pytest.raises(InputError, match="damaged or mixed up"):
+        made.swap(params(0), version=2, expect="0" * 32)
+    assert made.version == 1
+    with pytest.raises(InputError, match="at least one device"):
+        Replicas(TINY, [])
+
+
+def test_prompts_may_be_computed_on_another_device():
+    expected = one_engine()
+    here, there = jax.devices()[:2]
+    made = Engine(TINY, **{**OPTIONS, "pages": 60}, device=here, prefill_on=there)
+    made.swap(params(), version=0)
+    ids = [id for p in visits() for id in made.submit(p, SAMPLING)]
+    done = run(made)
+    assert all(equal(done[id], c) for id, c in zip(ids, expected, strict=True))
+    assert made._state.cache.k.sharding.device_set == {here}
+    assert made._prefill_cache.k.sharding.device_set == {there}
+    made.release()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["move", "recompute"])
+def test_apart_or_not_with_few_pages_swaps_and_found_prefixes(preemption):
+    outcomes = []
+    here, there = jax.devices()[:2]
+    for options in ({}, dict(device=here, prefill_on=there)):
+        made = engine(pages=16, steps_per_dispatch=3, preemption=preemption, **options)
+        sampling = SamplingParams(max_tokens=30, n=2, stop_ids=())
+        alike = prompt("", 40).tokens
+        ids = [id for i in (20, 33, 38) for id in made.submit(Prompt(uid=f"{i}", tokens=alike[:i]), sampling)]
+        done = run(made)
+        assert made.stats.preemptions > 0
+        made.release()
+        outcomes.append([done[id] for id in ids])
+    for a, b in zip(*outcomes, strict=True):
+        if preemption == "move":
+            assert equal(a, b)
+        else:
+            assert len(a.tokens) == len(b.tokens) == 30
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(InputError, match="reuse_generated"):
+        Engine(TINY, **OPTIONS, reuse_generated=True, prefill_on=jax.devices()[1])
+    with pytest.raises(InputError, match="device or mesh"):
+        Engine(TINY, **OPTIONS, device=jax.devices()[0], mesh=make_mesh(data=2))
+    with pytest.raises(ValueError, match="data axis only"):
+        data_devices(make_mesh(data=2, tensor=2))
+
+
+def test_over_generation_keeps_the_first_to_end():
+    sampler = Sampler(TINY, slots=8, page_size=8, pages=64)
+    sampling = SamplingParams(max_tokens=40, n=6, seed=1)
+    whole = sampler.generate(params(), visits(3), sampling)
+    kept = sampler.generate(params(), visits(3), sampling, keep=2)
+    assert [c.prompt.uid for c in kept] == ["0", "0", "1", "1", "2", "2"]
+    assert sampler.stats.cancelled > 0
+    by_name = {(c.prompt.uid, c.index): c for c in whole}
+    assert all(equal(c, by_name[c.prompt.uid, c.index]) for c in kept)
+    for uid in "012":
+        lengths = sorted(len(c.tokens) for c in whole if c.prompt.uid == uid)
+        assert max(len(c.tokens) for c in kept if c.prompt.uid == uid) < lengths[-1]
+    with pytest.raises(InputError, match=r"keep must be in \[1, n=6\]"):
+        sampler.generate(params(), visits(1), sampling, keep=7)
