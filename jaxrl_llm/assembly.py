@@ -21,7 +21,8 @@ from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.task import Task, make_task
-from jaxrl_llm.sampler import Completion, Sampler, SamplingParams
+from jaxrl_llm.sampler import Completion, Engine, Sampler, SamplingParams
+from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.types import TokenBatch
 
@@ -29,6 +30,7 @@ __all__ = [
     "REMAT",
     "Policy",
     "Teacher",
+    "build_engine",
     "build_mesh",
     "build_sampler",
     "build_task",
@@ -209,11 +211,7 @@ def build_sampler(config: Config, model: Model) -> Sampler:
     Raises:
       InputError: `model.max_context` is more than the model has positions for.
     """
-    if config.model.max_context > model.config.max_positions:
-        raise InputError(
-            f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
-            f"{model.config.max_positions}; use at most that."
-        )
+    _check_context(config, model)
     return Sampler(
         model.config,
         slots=config.sampler.slots,
@@ -278,6 +276,37 @@ def certify_policy(
         rows_multiple=config.learner.micro_batch_rows,
         pad_id=model.pad_id or 0,
         version=version,
+    )
+
+
+def _check_context(config: Config, model: Model) -> None:
+    if config.model.max_context > model.config.max_positions:
+        raise InputError(
+            f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
+            f"{model.config.max_positions}; use at most that."
+        )
+
+
+_PREFILL_CALLS = 4  # in one step while rows decode, so that a long prompt does not hold up the others
+
+
+def build_engine(config: Config, model: Model) -> Engine:
+    """The engine of a config, for serving; without `sampler.pages`, every slot has pages for the whole context.
+
+    Raises:
+      InputError: `model.max_context` is more than the model has positions for.
+    """
+    _check_context(config, model)
+    s, context = config.sampler, config.model.max_context
+    return Engine(
+        model.config,
+        slots=s.slots,
+        pages=s.pages or 1 + s.slots * pages_for(context, s.page_size),
+        page_size=s.page_size,
+        max_context=context,
+        tokenizer=model.tokenizer,
+        steps_per_dispatch=s.steps_per_dispatch,
+        prefill_calls=_PREFILL_CALLS,
     )
 
 

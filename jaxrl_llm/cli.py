@@ -130,6 +130,35 @@ class Parity:
 
 
 @dataclasses.dataclass(frozen=True)
+class Serve:
+    """Answers requests over HTTP as OpenAI's API does, and token-in/token-out; Ctrl-C finishes what runs."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; may be left out with --snapshot, which has its own."""
+    snapshot: str | None = None
+    """Run folder whose newest snapshot is served."""
+    version: int | None = None
+    """Another version of the run's snapshots (train steps done)."""
+    host: str = "127.0.0.1"
+    """Address to listen at; one that other machines reach needs an API key."""
+    port: int = 8000
+    """0: any free one; it is printed."""
+    api_key: str | None = None
+    """Secret that clients send as `Authorization: Bearer`; default: the environment variable JAXRL_API_KEY, which other
+    users of the machine cannot see."""
+    name: str | None = None
+    """What clients call the model; default: model.source."""
+    queue: int = 256
+    """Completions that may wait for a slot; requests beyond are answered with 429."""
+    timeout: float = 600.0
+    """Seconds that a request may take."""
+    grace: float = 30.0
+    """Seconds that running requests may still take when the server is told to stop."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set sampler.slots=16; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Rebuilds report.html of a run folder."""
 
@@ -222,6 +251,7 @@ _Command = (
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Parity, tyro.conf.subcommand("parity")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -296,6 +326,8 @@ def _run(command: Any) -> int:
             return _sample(command)
         case Parity():
             return _parity(command)
+        case Serve():
+            return _serve(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -384,7 +416,7 @@ def _run_folder(args: Train | Sft) -> pathlib.Path:
     return pathlib.Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
-def _settings(args: Eval | Sample | Parity | Jetstream) -> Any:
+def _settings(args: Eval | Sample | Parity | Serve | Jetstream) -> Any:
     from jaxrl_llm.config import load_config
 
     if args.config is None and args.snapshot is None:
@@ -474,6 +506,29 @@ def _sample(args: Sample) -> int:
         for row in rows:
             print(f"--- {row['prompt']}\n{row['completion']}")
     return 0
+
+
+def _serve(args: Serve) -> int:
+    from jaxrl_llm.serve.protocol import Limits
+    from jaxrl_llm.serve.run import Settings, serve
+
+    settings = Settings(
+        host=args.host,
+        port=args.port,
+        api_key=os.environ.get("JAXRL_API_KEY") if args.api_key is None else args.api_key,
+        name=args.name,
+        grace=args.grace,
+        limits=Limits(queued=args.queue, seconds=args.timeout),
+    )
+    config = _settings(args)
+    with contextlib.ExitStack() as loading:
+        loading.enter_context(_showing_progress())
+
+        def ready(line: str) -> None:
+            loading.close()
+            print(line, flush=True)
+
+        return serve(config, settings, snapshot=args.snapshot, version=args.version, on_ready=ready)
 
 
 def _objectives(args: Objectives) -> int:

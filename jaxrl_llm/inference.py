@@ -39,7 +39,7 @@ from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.transforms import LossTransform, takes_pairs
 from jaxrl_llm.types import Prompt
 
-__all__ = ["evaluate_config", "export", "load_policy", "parity_config", "sample_config"]
+__all__ = ["evaluate_config", "export", "load_policy", "load_weights", "parity_config", "sample_config"]
 
 
 def load_policy(config: Config, snapshot: str | None = None, version: int | None = None) -> tuple[Model, int]:
@@ -52,15 +52,34 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
         if version is not None:
             raise InputError("--version names a snapshot of a run; give the run folder with --snapshot.")
         return configured_model(config), 0
+    store, version = _open_policy(snapshot, version)
+    model = configured_model(config)
+    params, meta = store.restore_params(version, like=model.params)
+    return dataclasses.replace(model, params=params), int(meta["version"])
+
+
+def load_weights(snapshot: str, version: int | None, like: Any) -> tuple[Any, int, str | None]:
+    """The parameters of a snapshot, for the model that is served already: (params, version, fingerprint if known).
+
+    Args:
+      like: the tree of that model, of arrays or of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      InputError: as for `load_policy`.
+    """
+    store, version = _open_policy(snapshot, version)
+    params, meta = store.restore_params(version, like=like)
+    return params, int(meta["version"]), meta.get("fingerprint")
+
+
+def _open_policy(snapshot: str, version: int | None) -> tuple[SnapshotStore, int | None]:
     store, version = _open(snapshot, version)
     if _reward_objective(store, version) is not None:
         raise InputError(
             f"{snapshot} holds a reward model: it scores answers and writes none, and other tools have no place for its "
             "value head. Measure it on the held-out pairs of its data with `jaxrl eval --snapshot RUN`."
         )
-    model = configured_model(config)
-    params, meta = store.restore_params(version, like=model.params)
-    return dataclasses.replace(model, params=params), int(meta["version"])
+    return store, version
 
 
 def _open(snapshot: str, version: int | None) -> tuple[SnapshotStore, int | None]:

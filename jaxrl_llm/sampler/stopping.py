@@ -39,6 +39,8 @@ class StopStrings:
 
     def cut(self, text: str, kept: str) -> str:
         """`text` up to the first stop string that ends after the prefix `kept`."""
-        ends = [text.find(s, max(0, len(kept) - len(s) + 1)) for s in self.strings]
+        # Bytes that the last token completes to a character show as U+FFFD before it.
+        begun = len(kept.rstrip("\ufffd"))
+        ends = [text.find(s, max(0, begun - len(s) + 1)) for s in self.strings]
         ends = [end for end in ends if end >= 0]
         return text[: min(ends)] if ends else text

@@ -1,0 +1,262 @@
+"""The server over HTTP, on an engine whose every step is known: overload, leaving clients, pauses, faults, keys."""
+
+import itertools
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+import warnings
+
+import pytest
+
+
+def endless(prompt, index):
+    return itertools.repeat(97)
+
+
+def hello(prompt, index):
+    return [*b"hello", 2]
+
+
+def call(url, body=None, headers=None, method=None, raw=None):
+    """(status, headers, value of the JSON body)."""
+    data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.headers, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, json.loads(error.read())
+
+
+def later(*arguments, **more):
+    """A call in a thread; `.result` when it has ended."""
+
+    def run():
+        thread.result = call(*arguments, **more)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def post_and_leave(url, body):
+    """Sends a request and closes the connection once an answer has begun, or after a moment."""
+    host, port = url.removeprefix("http://").split("/")[0].split(":")
+    data = json.dumps(body).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            f"POST /{url.split('/', 3)[3]} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+        connection.settimeout(0.3)
+        try:
+            connection.recv(100)
+        except TimeoutError:
+            pass
+
+
+def test_overload_is_answered_with_429_and_passes(scripted, eventually):
+    with scripted(endless, slots=2, queued=1) as place:
+        url = place.url + "/v1/completions"
+        call(place.url + "/pause", method="POST")
+        waiting = [later(url, {"prompt": "a", "max_tokens": 3}) for _ in range(3)]
+        eventually(lambda: place.worker.view.queued == 3)
+        status, headers, body = call(url, {"prompt": "a", "max_tokens": 3})
+        assert status == 429 and 1 <= int(headers["retry-after"]) <= 60
+        assert body["error"]["code"] == "queue_full" and "3 at most" in body["error"]["message"]
+        status, _, body = call(url, {"prompt": "a", "n": 4})
+        assert status == 400 and body["error"]["param"] == "n"  # it would never fit
+        call(place.url + "/resume", method="POST")
+        for thread in waiting:
+            thread.join(20)
+            assert thread.result[0] == 200 and thread.result[2]["choices"][0]["text"] == "aaa"
+        assert call(url, {"prompt": "a", "max_tokens": 3})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_rows(scripted, eventually, stream):
+    with scripted(endless) as place:
+        body = {"prompt": "a", "max_tokens": 9000, "n": 3, "stream": stream}
+        post_and_leave(place.url + "/v1/completions", body)
+        eventually(lambda: len(place.engine.cancelled) == 3 and not place.engine.busy)
+        assert place.engine.free_pages == place.engine.slots
+        eventually(lambda: place.service.in_flight == 0)
+        with urllib.request.urlopen(place.url + "/metrics") as answer:
+            page = answer.read().decode()
+        assert 'jaxrl_cancelled_total{reason="disconnect"} 3' in page and "jaxrl_completions_open 0" in page
+
+
+def test_a_request_that_takes_too_long(scripted, eventually):
+    with scripted(endless, limits={"seconds": 0.3}) as place:
+        status, _, body = call(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 9000})
+        assert status == 504 and body["error"]["code"] == "timeout"
+        request = urllib.request.Request(
+            place.url + "/v1/completions",
+            json.dumps({"prompt": "a", "max_tokens": 9000, "stream": True}).encode(),
+        )
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            last = answer.read().decode().strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        eventually(lambda: len(place.engine.cancelled) == 2 and not place.engine.busy)
+
+
+def test_pause_keeps_rows_or_ends_them(scripted, eventually):
+    with scripted(endless) as place:
+        thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 2000})
+        eventually(lambda: place.worker.view.stats.tokens > 3)
+        assert call(place.url + "/pause?mode=keep&clear_cache=false", method="POST")[2]["paused"]
+        tokens = place.worker.view.stats.tokens
+        time.sleep(0.1)
+        assert place.worker.view.stats.tokens == tokens < 2000 and thread.is_alive()
+        assert call(place.url + "/health")[2]["paused"]
+        assert not call(place.url + "/resume", method="POST")[2]["paused"]
+        eventually(lambda: place.worker.view.stats.tokens > tokens)
+        call(place.url + "/pause?mode=abort", method="POST")
+        thread.join(20)
+        (choice,) = thread.result[2]["choices"]
+        assert choice["finish_reason"] == "abort" and 0 < len(choice["text"]) < 2000
+        assert call(place.url + "/pause?mode=stop", method="POST")[0] == 400
+
+
+def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventually):
+    loads = []
+
+    def load(path, version):
+        loads.append((path, version))
+        return "weights", 7 if version is None else version, "digest"
+
+    with scripted(endless, load=load) as place:
+        url = place.url + "/update_weights"
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 1000, "logprobs": 1}}
+        thread = later(place.url + "/inference/v1/generate", body)
+        eventually(lambda: place.worker.view.stats.tokens > 3)
+        status, headers, body = call(url, {"snapshot": "run"})
+        assert status == 200 and body == {"policy_version": 7, "version": 7, "fingerprint": "fingerprint-7"}
+        assert headers["x-policy-version"] == "7" and loads == [("run", None)]
+        assert place.engine.swapped == [("weights", 7, "recompute", "digest")]
+        thread.join(20)
+        (choice,) = thread.result[2]["choices"]
+        assert set(choice["policy_versions"]) == {0, 7} and choice["policy_version"] == 7
+        assert (
+            choice["policy_versions"] == sorted(choice["policy_versions"])
+            and len(choice["token_ids"]) == 1000
+        )
+        assert call(url, {"snapshot": "run", "version": 3, "pages": "keep"})[2]["version"] == 3
+        assert place.engine.swapped[-1] == ("weights", 3, "keep", "digest")
+        for wrong, param in (
+            ({}, "snapshot"),
+            ({"snapshot": 5}, "snapshot"),
+            ({"snapshot": "a", "version": -1}, "version"),
+            ({"snapshot": "a", "pages": "drop"}, "pages"),
+            ({"snapshot": "a", "path": "b"}, "path"),
+        ):
+            status, _, body = call(url, wrong)
+            assert status == 400 and body["error"]["param"] == param
+
+
+def test_a_stop_string_that_spans_tokens_is_not_streamed(scripted):
+    with scripted(lambda prompt, index: iter(b"so END")) as place:
+        body = {
+            "prompt": "a",
+            "stop": ["END"],
+            "stream": True,
+            "max_tokens": 50,
+            "stream_options": {"include_usage": True},
+        }
+        request = urllib.request.Request(place.url + "/v1/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.headers["x-policy-version"] == "0"
+            events = answer.read().decode().strip().split("\n\n")
+        assert events.pop() == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert [c["text"] for chunk in chunks for c in chunk["choices"]] == ["s", "o", " ", ""]
+        assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 6, "total_tokens": 7}
+        assert all(chunk["policy_version"] == 0 for chunk in chunks)
+
+
+def test_an_engine_that_fails_is_told_and_ends_the_server(scripted, eventually, capfd):
+    with scripted(endless) as place:
+        thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 9000})
+        eventually(lambda: place.engine.active)
+        place.engine.fail = ValueError("out of pages")
+        thread.join(20)
+        assert thread.result[0] == 503 and "out of pages" in thread.result[2]["error"]["message"]
+        place.thread.join(20)
+        assert not place.thread.is_alive() and isinstance(place.worker.fault, ValueError)
+    assert "ValueError: out of pages" in capfd.readouterr().err
+
+
+def test_a_stop_lets_running_requests_finish(scripted, eventually):
+    with scripted(endless, grace=20.0) as place:
+        thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 200})
+        eventually(lambda: place.engine.active)
+        place.server.stop_soon()
+        thread.join(20)
+        assert thread.result[0] == 200 and len(thread.result[2]["choices"][0]["text"]) == 200
+        place.thread.join(20)
+        assert not place.thread.is_alive()
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_stop_ends_what_does_not_finish(scripted, eventually, paused):
+    with scripted(endless, grace=20.0 if paused else 0.1) as place:
+        thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 9000})
+        eventually(lambda: place.engine.active)
+        if paused:
+            call(place.url + "/pause", method="POST")
+        place.server.stop_soon()
+        thread.join(10)
+        assert thread.result[2]["choices"][0]["finish_reason"] == "abort"
+        place.thread.join(10)
+        assert not place.thread.is_alive()
+
+
+def test_a_key_is_asked_for_everywhere_but_for_health(scripted):
+    with scripted(hello, api_key="secrét") as place:
+        for path in ("/v1/models", "/metrics", "/v1/completions", "/update_weights", "/nowhere"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secrét"}):
+                status, _, body = call(place.url + path, headers=headers)
+                assert status == 401 and body["error"]["code"] == "invalid_api_key"
+        key = {"Authorization": "Bearer secrét".encode().decode("latin1")}
+        assert call(place.url + "/v1/models", headers=key | {"Origin": "http://a.b"})[0] == 200
+        assert call(place.url + "/health")[0] == call(place.url + "/liveness")[0] == 200
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example:8000"}])
+def test_without_a_key_other_sites_in_a_browser_are_refused(scripted, headers):
+    with scripted(hello) as place:
+        status, _, body = call(place.url + "/pause", headers=headers, method="POST")
+        assert status == 403 and body["error"]["code"] == "forbidden"
+        assert not place.worker.view.paused
+
+
+def test_bodies_that_are_no_request(scripted):
+    with scripted(hello, limits={"body": 1000, "upload_seconds": 0.2}) as place:
+        url = place.url + "/v1/completions"
+        assert call(url, raw=b"{")[0] == 400
+        assert call(url, raw=b" " * 1001)[0] == 413
+        status, headers, body = call(place.url + "/v1/nothing", method="POST")
+        assert status == 404 and body["error"]["code"] == "not_found" and "x-policy-version" in headers
+        assert call(url, method="GET")[0] == 405
+        assert call(url, {"prompt": "hi"})[2]["choices"][0]["text"] == "hello"
+        host, port = place.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            assert b" 408 " in slow.recv(100)
+
+
+def test_nothing_is_left_behind_by_many_clients(scripted, eventually):
+    with scripted(hello, slots=4, queued=100) as place, warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        threads = [later(place.url + "/v1/completions", {"prompt": "a"}) for _ in range(30)]
+        for thread in threads:
+            thread.join(20)
+        assert {t.result[2]["choices"][0]["text"] for t in threads} == {"hello"}
+        eventually(lambda: place.service.in_flight == 0)
+        assert place.service._open == 0 and not place.worker._rows and not place.engine.busy
