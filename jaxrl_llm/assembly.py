@@ -307,6 +307,8 @@ def build_engine(config: Config, model: Model) -> Engine:
         tokenizer=model.tokenizer,
         steps_per_dispatch=s.steps_per_dispatch,
         prefill_calls=_PREFILL_CALLS,
+        weights=s.weights,
+        kv=s.kv,
     )
 
 
