@@ -141,7 +141,7 @@ def test_a_run_counts_its_teacher_before_it_is_loaded(monkeypatch, tmp_path):
     ("sizes", "named"),
     [
         ({"slots": MOST}, "slots, steps_per_dispatch"),
-        ({"pages": MOST}, "pages, page_size"),
+        ({"pages": MOST}, "pages, page_size, kv"),
         ({"page_size": MOST}, "page_size"),
         ({"steps_per_dispatch": MOST}, "slots, steps_per_dispatch"),
     ],
