@@ -156,7 +156,7 @@ def test_a_call_of_a_sampler_is_refused_before_it_allocates(monkeypatch, tiny_pa
     sampler = Sampler(TINY, slots=2, page_size=4)
     monkeypatch.setattr("jaxrl_llm.sampler.decode.init_state", None)
     free(monkeypatch, 1000)
-    with pytest.raises(InputError, match=r"memory: .* K/V cache .* \(slots, page_size\)"):
+    with pytest.raises(InputError, match=r"memory: .* K/V cache .* \(slots, page_size, kv\)"):
         sampler.generate(tiny_params, [[1, 2]], SamplingParams(max_tokens=2))
 
 

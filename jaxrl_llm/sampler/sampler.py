@@ -98,7 +98,7 @@ class Sampler:
             mesh=mesh,
         )
         self._largest = (0, 0)  # table width and pages of any call so far
-        self._check_memory()
+        self._check_memory(pages or 1)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -190,10 +190,11 @@ class Sampler:
             step = max(16, slots)
             pages = -(-(1 + live * (own + 1) + groups * prefix) // step) * step
             pages = max(pages, self._largest[1])
+        self._check_memory(pages)
         self._largest = (width, max(pages, self._largest[1]))
         return Engine(self.config, pages=pages, table_width=width, **self._options)
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, pages: int) -> None:
         """Raises InputError when the cache and the programs of this sampler cannot fit; nothing is allocated yet."""
         options = self._options
         memory.refuse_too_large(
@@ -201,7 +202,7 @@ class Sampler:
                 memory.cache_parts(
                     self.config,
                     slots=options["slots"],
-                    pages=self._pages or 1,
+                    pages=pages,
                     page_size=options["page_size"],
                     steps_per_dispatch=options["steps_per_dispatch"],
                     prefill=(options["prefill_rows"], max(options["prefill_chunk"], options["page_size"])),
