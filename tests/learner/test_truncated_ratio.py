@@ -133,13 +133,18 @@ def test_the_first_update_has_ratios_of_1():
     assert gap(proximal, packed()).max() <= 2e-5
 
 
-@pytest.mark.parametrize(
-    "axes", [{"data": 8}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)]
-)
+def test_a_mesh_of_eight_scores_the_same():
+    batch = packed()
+    assert batch.shape[0] % 8  # rows of padding are added
+    score = make_score(TINY, make_mesh(data=8), micro_batch_rows=16)
+    assert gap(score(model(), batch), batch).max() <= 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_mesh_of_eight_changes_nothing(axes):
     mesh = make_mesh(**axes)
     batch = packed()
-    assert batch.shape[0] % 8  # rows of padding are added
     figures, proximal, params = run_update(mesh, 8, batch)
     want, want_proximal, want_params = one_device()
     mask = np.asarray(batch.mask)

@@ -137,6 +137,7 @@ SAMPLING = SamplingParams(
 )
 
 
+@pytest.mark.slow
 def test_completions_bring_their_supports_through_preemption(model):
     sampler = Sampler(TINY, slots=4, page_size=8)
     outs = sampler.generate(model, prompts(), dataclasses.replace(SAMPLING, greedy_too=True))
