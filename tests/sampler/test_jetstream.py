@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import pathlib
 import sys
 import threading
 import types
@@ -27,6 +28,7 @@ from jaxrl_llm.sampler.sampling import RowSampling
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.types import StopReason
 
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 SIZES = {"slots": 4, "page_size": 8, "max_context": 128, "prefill_chunk": 16}
 LENGTHS = (1, 5, 16, 17, 33, 40, 70, 9, 8)
 
@@ -691,7 +693,8 @@ def test_the_command_serves_a_config(monkeypatch, capsys):
 
     monkeypatch.setattr(jetstream.ServerHandle, "wait", wait)
     with pytest.raises(SystemExit) as end:
-        cli.main(["jetstream", "configs/tiny.yaml", "--port", "0", "--slots", "4"])
+        sizes = ["--set", "model.max_context=128", "--set", "sampler.page_size=8", "--slots", "4"]
+        cli.main(["jetstream", str(CONFIGS / "tiny.yaml"), "--port", "0", *sizes])
     assert end.value.code == 0
     assert "listens on 127.0.0.1:" in capsys.readouterr().out
     [(ids, text)] = answers
