@@ -73,10 +73,10 @@ class Sampler:
         """
         if preemption not in ("move", "recompute"):
             raise InputError(f'sampler: preemption must be "move" or "recompute", got {preemption!r}.')
-        for name, value in (("weights", weights), ("kv", kv)):
-            if value not in get_args(Precision):
+        for name, precision in (("weights", weights), ("kv", kv)):
+            if precision not in get_args(Precision):
                 allowed = ", ".join(get_args(Precision))
-                raise InputError(f"sampler: {name} must be one of {allowed}, got {value!r}.")
+                raise InputError(f"sampler: {name} must be one of {allowed}, got {precision!r}.")
         for name, value, least in (
             ("slots", slots, 2),
             ("page_size", page_size, 1),
