@@ -11,6 +11,7 @@ beside the pages and writes all layers at once in the end, which is what XLA:CPU
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def decode_step(
                 update = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=0)[None, :, None]
                 return jax.lax.dynamic_update_slice(kv, update, (layer, pages[b], offsets[b], 0, 0))
 
-            cache = cache.replace(kv=jax.lax.fori_loop(0, new.shape[0], body, cache.kv))
+            cache = dataclasses.replace(cache, kv=jax.lax.fori_loop(0, new.shape[0], body, cache.kv))
             return _ragged(q, cache, layer, table, lengths), cache, None
 
         return PageAttention(cache, write_and_attend, lambda cache, _: cache)
@@ -168,7 +169,7 @@ def prefill_step(
                 update = jax.lax.dynamic_slice_in_dim(new, i, 1, axis=0)[None]
                 return jax.lax.dynamic_update_slice(kv, update, (layer, flat[i], 0, 0, 0))
 
-            cache = cache.replace(kv=jax.lax.fori_loop(0, flat.shape[0], body, cache.kv))
+            cache = dataclasses.replace(cache, kv=jax.lax.fori_loop(0, flat.shape[0], body, cache.kv))
             return _ragged(q, cache, layer, wide, starts + chunk), cache, None
 
         return PageAttention(cache, write_and_attend, lambda cache, _: cache)
@@ -179,7 +180,7 @@ def prefill_step(
         k, v = as_stored(cache, k), as_stored(cache, v)
         return chunk_attention(q, k, v, cache, layer, table, starts, blocks), carried, (k, v)
 
-    return PageAttention(None, attend, lambda _, new: write_chunk(cache, *new, pages))
+    return PageAttention(None, attend, lambda _, new: write_chunk(cache, new[0], new[1], pages))
 
 
 def _ragged(q: Array, cache: RaggedCache, layer: Array, table: Array, lengths: Array) -> Array:

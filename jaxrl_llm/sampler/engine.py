@@ -240,10 +240,6 @@ class Engine:
         self.fingerprint = print_ or None
         return print_
 
-    def attention(self, weights: Any) -> AttentionPath:
-        """What attends to the pages where these weights are, and why."""
-        return attention_path(self.config, *_platform(weights, self._mesh), kv=self._precision[1])
-
     def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
         if self._pending is not None:
             raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
@@ -259,7 +255,7 @@ class Engine:
                 self._page_size,
                 self._width,
                 kv=self._precision[1],
-                path=self.attention(self._weights).name,
+                path=attention_of(self.config, self._weights, self._mesh, self._precision[1]).name,
             )
             home = _home(self._weights, self._mesh)
             if home is not None:
@@ -858,9 +854,12 @@ def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding
     return shardings.pop() if len(shardings) == 1 else None
 
 
-def _platform(weights: Any, mesh: jax.sharding.Mesh | None) -> tuple[str, int]:
-    """Name and number of the devices that a program runs on."""
+def attention_of(
+    config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None, kv: Precision
+) -> AttentionPath:
+    """What attends to the pages of a sampler whose weights are these, and why."""
     devices = set() if mesh is None else set(mesh.devices.flat)
     if mesh is None:
         devices.update(*(x.devices() for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)))
-    return next((d.platform for d in devices), jax.default_backend()), max(1, len(devices))
+    platform = next((device.platform for device in devices), jax.default_backend())
+    return attention_path(config, platform, max(1, len(devices)), kv=kv)

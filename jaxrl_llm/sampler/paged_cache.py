@@ -21,6 +21,7 @@ S page size, L layers, P pages.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,9 +143,9 @@ def _seen(x: Array | Stored, dtype: Any) -> Array:
     return restore(x, dtype) if isinstance(x, Stored) else x
 
 
-def _parts(k: Array | Stored, v: Array | Stored) -> PagedCache:
+def _parts(k: Any, v: Any) -> PagedCache:
     """Keys and values in the form of a cache, so that they fit onto one leaf by leaf."""
-    if not isinstance(k, Stored) or not isinstance(v, Stored):
+    if not isinstance(k, Stored):
         return PagedCache(k=k, v=v)
     return PagedCache(k=k.values, v=v.values, k_scale=k.scale, v_scale=v.scale)
 
@@ -181,8 +182,10 @@ def write_pages(
 ) -> PagedCache | RaggedCache:
     """Writes whole pages: k, v [L, M, N, S, K] go to pages i32[M] (NOBODY = discard)."""
     if isinstance(cache, RaggedCache):
+        if isinstance(k, Stored) or isinstance(v, Stored):
+            raise ValueError("pages of the kernel are in the compute dtype, got 8-bit ones.")
         new = pack_heads(cache, k.swapaxes(2, 3), v.swapaxes(2, 3))
-        return cache.replace(kv=_write_whole(cache.kv, new, pages))
+        return dataclasses.replace(cache, kv=_write_whole(cache.kv, new, pages))
     parts = _parts(as_stored(cache, k), as_stored(cache, v))
     return jax.tree.map(lambda store, new: _write_whole(store, new, pages), cache, parts)
 
@@ -196,7 +199,8 @@ def write_chunk(cache: PagedCache, k: Array | Stored, v: Array | Stored, pages: 
         return x.reshape(L, R * C // S, S, N, *x.shape[4:]).swapaxes(2, 3)
 
     k, v = jax.tree.map(paged, (as_stored(cache, k), as_stored(cache, v)))
-    return write_pages(cache, k, v, pages.reshape(-1))
+    flat = pages.reshape(-1)
+    return jax.tree.map(lambda store, new: _write_whole(store, new, flat), cache, _parts(k, v))
 
 
 def read_pages(cache: PagedCache | RaggedCache, pages: Array) -> tuple[Array | Stored, Array | Stored]:

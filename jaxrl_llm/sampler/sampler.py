@@ -14,8 +14,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
+from jaxrl_llm.sampler.attention import AttentionPath
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
-from jaxrl_llm.sampler.engine import Engine, check_options, check_params
+from jaxrl_llm.sampler.engine import Engine, attention_of, check_options, check_params
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.types import Prompt
 
@@ -104,6 +105,10 @@ class Sampler:
     def options(self) -> Mapping[str, Any]:
         """The arguments that every engine of this sampler gets."""
         return self._options
+
+    def attention(self, params: Any) -> AttentionPath:
+        """What attends to the pages where these weights are, and why."""
+        return attention_of(self.config, params, self._options["mesh"], self._options["kv"])
 
     def generate(
         self,

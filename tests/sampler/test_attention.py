@@ -1,4 +1,4 @@
-"""Attention over pages: both paths against a dense softmax, the kernel's by the reference that JAX ships with it."""
+"""Attention over pages: both paths against a dense softmax, the kernel replaced by what its own reference equals."""
 
 import dataclasses
 import sys
@@ -16,8 +16,6 @@ from jaxrl_llm.sampler.attention import attention_path, decode_step, init_pages,
 from jaxrl_llm.sampler.paged_cache import Stored, copy_pages, read_pages, write_pages
 
 PATHS = ("blockwise", "ragged_paged_attention")
-# Op by op, the reference of the kernel takes ten times as long as the compiled blockwise code.
-BOTH = pytest.mark.parametrize("path", [PATHS[0], pytest.param(PATHS[1], marks=pytest.mark.slow)])
 
 
 def shape(heads, kv_heads, head_dim, layers=2, dtype="float32"):
@@ -35,19 +33,50 @@ SHAPES = [  # config, page size; the last two are padded for the kernel: 3 heads
 ]
 
 
+def stand_in(q, kv_pages, lengths, table, ends, rows, *, sm_scale, **blocks):
+    """What the kernel computes, for rows with equally many queries; compiled on any machine."""
+    B, W = table.shape
+    T, (H, Z) = q.shape[0] // B, q.shape[1:]
+    S, C = kv_pages.shape[1:3]
+    pages = kv_pages[table]
+    k, v = (pages[..., i::2, :].reshape(B, W * S, C // 2, Z) for i in (0, 1))
+    q = q.reshape(B, T, C // 2, H * 2 // C, Z)
+    scores = jnp.einsum("btngz,bsnz->bngts", q, k, preferred_element_type=jnp.float32) * sm_scale
+    visible = jnp.arange(W * S) <= (lengths[:, None] - T + jnp.arange(T))[..., None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf))
+    return jnp.einsum("bngts,bsnz->btngz", weights.astype(v.dtype), v).reshape(B * T, H, Z)
+
+
 @pytest.fixture
-def reference_kernel(monkeypatch):
-    """The jnp reference that is shipped with the kernel, in its place; it runs outside of jit only."""
+def kernel(monkeypatch):
+    """The stand-in in place of the kernel; shapes that the kernel cannot tile are refused as it does."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
-    def run(*arguments, num_kv_pages_per_block, num_queries_per_block, **given):
-        assert num_kv_pages_per_block >= 1 and num_queries_per_block >= 1
-        kernel.get_min_heads_per_blk(
-            arguments[0].shape[1], arguments[1].shape[2], arguments[0].dtype, arguments[1].dtype
-        )  # raises for heads that the kernel cannot tile
-        return kernel.ref_ragged_paged_attention(*arguments, **given)
+    def run(q, kv_pages, *arguments, **given):
+        kernel.get_min_heads_per_blk(q.shape[1], kv_pages.shape[2], q.dtype, kv_pages.dtype)
+        assert kv_pages.shape[-1] % 128 == 0 and given["num_kv_pages_per_block"] >= 1
+        return stand_in(q, kv_pages, *arguments, **given)
 
     monkeypatch.setattr(attention, "ragged_kernel", lambda: run)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_the_stand_in_is_the_reference_that_comes_with_the_kernel(queries):
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2 * queries, 8, 128), np.float32)
+    kv_pages = rng.standard_normal((7, 8, 8, 128), np.float32)
+    arguments = (
+        jnp.asarray(q),
+        jnp.asarray(kv_pages),
+        jnp.array([19, 8], jnp.int32),
+        jnp.array([[3, 1, 6], [2, 0, 0]], jnp.int32),
+        jnp.array([0, queries, 2 * queries], jnp.int32),
+        jnp.array([2], jnp.int32),
+    )
+    wanted = kernel.ref_ragged_paged_attention(*arguments, sm_scale=0.1)
+    np.testing.assert_allclose(stand_in(*arguments, sm_scale=0.1), wanted, atol=2e-6)
 
 
 def numbers(config, pages, page_size, kv="compute", path="blockwise"):
@@ -92,14 +121,6 @@ def layer_by_layer(plan, q, k, v, layers):
     return jnp.stack(out), plan.written(carried, jax.tree.map(lambda *x: jnp.stack(x), *new))
 
 
-def run(path, function, *arguments):
-    """Compiled; or op by op where the reference of the kernel stands in, which slices by values."""
-    if path == "blockwise":
-        return jax.jit(function)(*arguments)
-    with jax.disable_jit():
-        return function(*arguments)
-
-
 def check(config, page, path="blockwise", kv="compute", atol=3e-6):
     """One decode step and one chunk of prefill against a dense softmax over what the pages hold afterwards."""
     rng = np.random.default_rng(5)
@@ -112,11 +133,8 @@ def check(config, page, path="blockwise", kv="compute", atol=3e-6):
     table = np.array([[3, 1, 8, 0], [2, 0, 0, 0], [4, 5, 6, 7]], np.int32)
     position, active = np.array([2 * page + 1, 0, 4 * page - 1], np.int32), np.array([True, True, True])
     q, k, v = normal(3, 1, H, K), normal(3, 1, N, K), normal(3, 1, N, K)
-    got, after = run(
-        path,
-        lambda *x: layer_by_layer(decode_step(cache, *x[:3]), *x[3:], config.num_layers),
-        *map(jnp.asarray, (table, position, active, q, k, v)),
-    )
+    decode = jax.jit(lambda *x: layer_by_layer(decode_step(cache, *x[:3]), *x[3:], config.num_layers))
+    got, after = decode(table, position, active, q, k, v)
     for layer in range(config.num_layers):
         for b in range(3):
             wanted = dense(q[b], *tokens_of(after, layer, table[b], position[b] + 1))
@@ -125,11 +143,10 @@ def check(config, page, path="blockwise", kv="compute", atol=3e-6):
     chunk, starts, lengths = 2 * page, np.array([page, 0, 0], np.int32), np.array([page + 1, 3, 0], np.int32)
     table[2] = 0
     q, k, v = normal(3, chunk, H, K), normal(3, chunk, N, K), normal(3, chunk, N, K)
-    got, after = run(
-        path,
-        lambda *x: layer_by_layer(prefill_step(cache, *x[:3], chunk), *x[3:], config.num_layers),
-        *map(jnp.asarray, (table, starts, lengths, q, k, v)),
+    prefill = jax.jit(
+        lambda *x: layer_by_layer(prefill_step(cache, *x[:3], chunk), *x[3:], config.num_layers)
     )
+    got, after = prefill(table, starts, lengths, q, k, v)
     for b in (0, 1):
         count = lengths[b]
         wanted = dense(q[b, :count], *tokens_of(after, 1, table[b], starts[b] + count))
@@ -138,15 +155,15 @@ def check(config, page, path="blockwise", kv="compute", atol=3e-6):
     jax.tree.map(np.testing.assert_array_equal, read_pages(after, others), read_pages(cache, others))
 
 
-@BOTH
-def test_both_paths_equal_a_dense_softmax(reference_kernel, path):
+@pytest.mark.parametrize("path", PATHS)
+def test_both_paths_equal_a_dense_softmax(kernel, path):
     check(*SHAPES[0], path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("config", "page"), SHAPES[1:])
-def test_both_paths_at_other_shapes(reference_kernel, config, page, path):
+def test_both_paths_at_other_shapes(kernel, config, page, path):
     check(config, page, path)
 
 
@@ -157,20 +174,19 @@ def test_attention_sees_exactly_what_8_bit_pages_hold(kv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-def test_bfloat16_on_both_paths(reference_kernel, path):
+def test_bfloat16_on_both_paths(kernel, path):
     check(shape(9, 3, 64, dtype="bfloat16"), 16, path, atol=3e-2)
 
 
-@BOTH
-def test_rows_that_ended_write_to_nobody(reference_kernel, path):
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_that_ended_write_to_nobody(kernel, path):
     config, page = SHAPES[0]
     cache = numbers(config, 10, page, path=path)
     given = (jnp.array([[3, 1], [2, 4]]), jnp.array([9, 9]), jnp.array([False, True]))
     one = jnp.ones((2, 1, config.num_kv_heads, config.head_dim))
     q = jnp.ones((2, 1, config.num_heads, config.head_dim))
-    after = run(
-        path, lambda *x: layer_by_layer(decode_step(cache, *given), *x, config.num_layers)[1], q, one, one
-    )
+    step = jax.jit(lambda *x: layer_by_layer(decode_step(cache, *given), *x, config.num_layers)[1])
+    after = step(q, one, one)
     every = np.arange(10)
     for x, y in zip(read_pages(after, every), read_pages(cache, every), strict=True):
         changed = np.argwhere(np.any(np.asarray(x) != np.asarray(y), axis=(0, 2, 4)))  # (page, offset)
@@ -190,17 +206,16 @@ def test_pages_move_between_the_layouts():
 
 
 @pytest.mark.slow
-def test_a_whole_generation_is_the_same_on_both_paths(reference_kernel, monkeypatch):
+def test_a_whole_generation_is_the_same_on_both_paths(kernel, monkeypatch):
     params = init_params(TINY, jax.random.key(0))
     params["embed"] = params["embed"] * 6
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [20, 21]]
-    sampling = SamplingParams(max_tokens=4, n=2, stop_ids=())
+    sampling = SamplingParams(max_tokens=9, n=2, stop_ids=())
     want = Sampler(TINY, slots=4, page_size=8, pages=24).generate(params, prompts, sampling)
     sampler = Sampler(TINY, slots=4, page_size=8, pages=24)
-    kernel = attention_path(TINY, "tpu")
-    monkeypatch.setattr(sampler, "attention", lambda weights: kernel)
-    with jax.disable_jit():  # the reference slices by values
-        got = sampler.generate(params, prompts, sampling)
+    path = attention_path(TINY, "tpu")
+    monkeypatch.setattr(sampler, "attention", lambda weights: path)
+    got = sampler.generate(params, prompts, sampling)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_array_equal(x.tokens, y.tokens)
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
