@@ -523,12 +523,14 @@ def _serve(args: Serve) -> int:
     config = _settings(args)
     with contextlib.ExitStack() as loading:
         loading.enter_context(_showing_progress())
-
-        def ready(line: str) -> None:
-            loading.close()
-            print(line, flush=True)
-
-        return serve(config, settings, snapshot=args.snapshot, version=args.version, on_ready=ready)
+        return serve(
+            config,
+            settings,
+            snapshot=args.snapshot,
+            version=args.version,
+            on_loaded=loading.close,
+            on_ready=lambda line: print(line, flush=True),
+        )
 
 
 def _objectives(args: Objectives) -> int:

@@ -41,11 +41,13 @@ def serve(
     *,
     snapshot: str | None = None,
     version: int | None = None,
+    on_loaded: Callable[[], None] = lambda: None,
     on_ready: Callable[[str], None] = print,
 ) -> int:
     """Serves a model, or a snapshot of it, until SIGTERM or Ctrl-C; the exit code.
 
     Args:
+      on_loaded: called when the model is in memory.
       on_ready: told one line when requests are answered: address, model, version.
 
     Raises:
@@ -111,6 +113,7 @@ def serve(
         )
         server = make_server(service, settings, lambda: on_ready(line))
         worker.on_fault = server.stop_soon
+        on_loaded()
         try:
             asyncio.run(server.serve(sockets=[sock]))
         finally:
