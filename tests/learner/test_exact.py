@@ -48,7 +48,7 @@ def trajectories():
 @pytest.mark.parametrize("row_tokens", [None, 32])
 def test_the_sequences_of_a_batch_are_those_that_it_was_packed_from(row_tokens):
     given = trajectories()
-    batch = pack(given, pad_to_multiple=8, row_tokens=row_tokens, rows_multiple=4)
+    batch = pack(given, pad_to_multiple=8, row_tokens=row_tokens, rows_multiple=4, learner_version=0)
     runs = sampled_runs(batch)
     found = {(tuple(run.prompt), tuple(run.tokens), run.temperature) for run in runs}
     wanted = {
@@ -59,7 +59,7 @@ def test_the_sequences_of_a_batch_are_those_that_it_was_packed_from(row_tokens):
 
 def test_values_reach_their_tokens_and_no_others():
     given = trajectories()
-    batch = pack(given, pad_to_multiple=8, row_tokens=32)
+    batch = pack(given, pad_to_multiple=8, row_tokens=32, learner_version=0)
     score = make_exact_score(
         lambda params, sequences, temperature: [params + t.astype(np.float32) for _, t in sequences]
     )
@@ -71,7 +71,7 @@ def test_values_reach_their_tokens_and_no_others():
 
 def test_turns_of_an_environment_are_refused():
     mask = np.array([False] * 4 + [True, True, False, True])
-    batch = pack([trajectory(np.arange(3, 7), 4, 0, mask=mask)], pad_to_multiple=8)
+    batch = pack([trajectory(np.arange(3, 7), 4, 0, mask=mask)], pad_to_multiple=8, learner_version=0)
     with pytest.raises(ValueError, match="learner.exact to off"):
         sampled_runs(batch)
 
@@ -132,6 +132,6 @@ def test_the_first_update_has_ratio_one_and_the_dense_gradient():
         assert float(exact_metrics[name].total) == 1.0 == float(metrics[name].total)
     assert float(exact_metrics["logprob_gap_max"].total) == 0.0
     assert float(off_metrics["logprob_gap_max"].total) > 1e-3 and float(off_metrics["ratio_max"].total) > 1
-    assert np.abs(dense).max() > 0.1
-    np.testing.assert_allclose(exact, dense, rtol=1e-6)
+    assert np.abs(dense).max() > 0.05
+    np.testing.assert_allclose(exact, dense, rtol=1e-6, atol=1e-8)
     assert np.abs(off - dense).max() > 1e-6

@@ -77,7 +77,7 @@ def test_every_logprob_is_the_samplers_bit_for_bit(dtype):
     """Mixed lengths, prompts shared by a group, several pages, preempted rows; more sequences than slots."""
     completions, stats = sampled(dtype)
     assert stats.preemptions and stats.resumptions and stats.prefix_hits
-    assert len(completions) > SLOTS and len({len(c.tokens) for c in completions}) > 3
+    assert len(completions) > SLOTS and len({len(c.tokens) for c in completions}) > 2
     wrong, tokens = differing(tools(dtype)[1].completions(model(), completions, SAMPLING[dtype]), completions)
     assert tokens > 400 and wrong == 0
 
