@@ -683,6 +683,7 @@ def test_a_part_of_the_reward_that_the_task_does_not_give_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_with_truncated_sampling_has_ratios_of_1(start):
     """The learner takes its log-probs over the tokens that the sampler drew from."""
     config = short("steps=2", "rollout.top_p=0.9", "rollout.max_support=100", "evaluation.every=2")
