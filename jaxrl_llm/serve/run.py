@@ -125,7 +125,9 @@ def _check(settings: Settings, is_loopback: Callable[[str], bool]) -> None:
     if not 0 <= settings.port < 65536:
         raise InputError(f"--port must be in [0, 65535] (0: any free one), got {settings.port}.")
     if settings.api_key is not None and not settings.api_key.strip():
-        raise InputError("--api-key is empty; give a secret, or leave it out to serve this machine only.")
+        raise InputError(
+            "the API key is empty; give a secret, or leave the option out to serve this machine only."
+        )
     if settings.api_key is None and not is_loopback(settings.host):
         raise InputError(
             f"--host {settings.host} can be reached from other machines, and there is no API key. Set JAXRL_API_KEY or "

@@ -39,8 +39,8 @@ def refused(capsys, monkeypatch):
 def test_bad_input_is_told_before_anything_is_loaded(refused, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "is in use" in refused(TINY_YAML, "--port", taken.getsockname()[1])
-    assert "there is no API key" in refused(TINY_YAML, "--host", "0.0.0.0")
-    assert "--api-key is empty" in refused(TINY_YAML, "--api-key", "")
+    assert "Set JAXRL_API_KEY or --api-key, or serve" in refused(TINY_YAML, "--host", "0.0.0.0")
+    assert "the API key is empty; give a secret" in refused(TINY_YAML, "--api-key", "")
     assert "not an address of this machine" in refused(TINY_YAML, "--host", "no such host", "--api-key", "k")
     assert "--port must be in [0, 65535]" in refused(TINY_YAML, "--port", "70000")
     assert "must not be negative" in refused(TINY_YAML, "--queue", "-1")
