@@ -60,7 +60,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(attention, "ragged_kernel", lambda: run)
 
 
-@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("queries", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_the_stand_in_is_the_reference_that_comes_with_the_kernel(queries):
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
