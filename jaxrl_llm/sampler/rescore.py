@@ -463,9 +463,12 @@ def _rescore(
 
             def attend(q, k, v):
                 table = layout.table[sequence]
-                return decode_attention(q, k, v, cache, jnp.int32(0), table, position, blocks), None
+                attended = decode_attention(q, k, v, cache, jnp.int32(0), table, position, blocks)
+                return attended, (k, v)
 
-            return decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)[0]
+            # As in decoding, keys and values are results too: where they exist in memory they are rounded.
+            out = decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)
+            return jax.lax.optimization_barrier(out)[0]
 
         return _over_groups(groups, hidden, x), None
 
