@@ -112,7 +112,9 @@ def test_help_imports_nothing_heavy():
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "sample", "parity", "report", "convert", "bench"])
+@pytest.mark.parametrize(
+    "command", ["train", "sft", "eval", "sample", "parity", "report", "convert", "bench"]
+)
 def test_help_of_every_command(jaxrl, command):
     code, out, _ = jaxrl(command, "--help")
     assert code == 0
