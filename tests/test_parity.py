@@ -87,10 +87,11 @@ def test_every_snapshot_holds_the_certificate_of_the_start(tiny_run):
 def test_a_run_with_exact_values_has_ratio_one_at_the_first_update(tmp_path):
     overrides = ("steps=2", "evaluation.items=0", "learner.exact=train", "objective=decoupled_ppo")
     assert train(load_config(TINY_YAML, overrides), tmp_path / "run") == 0
-    for row in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    for row in rows:
         assert row["policy/logprob_gap_max"] == 0 == row["policy/logprob_gap_mean"]
         assert row["policy/ratio_min"] == 1 == row["policy/ratio_max"]
-        assert row["optimizer/grad_norm"] > 0
+    assert rows[-1]["optimizer/grad_norm"] > 0  # some of its answers earned a reward
     with SnapshotStore(tmp_path / "run" / "snapshots", read_only=True) as store:
         assert store.meta()["parity"]["exact_max_gap"] == 0
 
