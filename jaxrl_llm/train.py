@@ -357,7 +357,8 @@ class BaseRun(abc.ABC):
         jax.block_until_ready(batch)
         scored = time.perf_counter()
         self.state = self.state.replace(objective_state=objective_state)
-        updates, masses = [], []
+        updates: list[Any] = []
+        masses: list[Any] = []
         for epoch in range(config.learner.epochs):
             # One minibatch needs no order; several are drawn from shuffled rows.
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)

@@ -51,9 +51,17 @@ _EDGES = (0, 1, 2, 4, 16, 64, 256, 1024, 4096, 16384)  # ulp; a bucket begins at
 class _Sampled(Protocol):
     """What is read of a completion."""
 
-    prompt: Prompt
-    tokens: np.ndarray  # i32[N]
-    logprobs: np.ndarray  # f32[N]
+    @property
+    def prompt(self) -> Prompt: ...
+
+    @property
+    def tokens(self) -> np.ndarray: ...  # i32[N]
+
+    @property
+    def logprobs(self) -> np.ndarray: ...  # f32[N]
+
+    @property
+    def support_ids(self) -> np.ndarray | None: ...  # i32[N, K], what each token was drawn from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,13 +274,19 @@ def _batch(
     B = -(-len(completions) // rows_multiple) * rows_multiple
     tokens, mask = np.full((B, T), pad_id, np.int32), np.zeros((B, T), bool)
     places = []
+    widths = [c.support_ids.shape[1] for c in completions if c.support_ids is not None]
+    support = np.full((B, T, max(widths)), -1, np.int32) if widths else None
     for row, (c, length) in enumerate(zip(completions, lengths, strict=True)):
         place = slice(len(c.prompt.tokens), length)
+        if support is not None and c.support_ids is not None:
+            support[row, place, : c.support_ids.shape[1]] = c.support_ids
         tokens[row, :length] = np.concatenate([c.prompt.tokens, c.tokens])
         mask[row, place] = True
         places.append((row, place))
     lengths += [0] * (B - len(lengths))
-    batch = TokenBatch.from_rows(tokens, mask, temperature=temperature, lengths=np.asarray(lengths))
+    batch = TokenBatch.from_rows(
+        tokens, mask, temperature=temperature, lengths=np.asarray(lengths), support_ids=support
+    )
     return batch, places
 
 

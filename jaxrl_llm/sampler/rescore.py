@@ -59,17 +59,17 @@ class _Layout(NamedTuple):
     """Where everything of one wave of sequences lies. G groups of R tokens, P pages, S tokens a page."""
 
     # Items, in order of position; entries beyond the last one are of no sequence.
-    token: np.ndarray  # i32[G, R], fed
-    position: np.ndarray  # i32[G, R]
-    given: np.ndarray  # i32[G, R], the token sampled next
-    sequence: np.ndarray  # i32[G, R]
-    valid: np.ndarray  # bool[G, R]
-    temperature: np.ndarray  # f32[G, R]
-    floor: np.ndarray  # i32[G, R]
+    token: Any  # i32[G, R], fed
+    position: Any  # i32[G, R]
+    given: Any  # i32[G, R], the token sampled next
+    sequence: Any  # i32[G, R]
+    valid: Any  # bool[G, R]
+    temperature: Any  # f32[G, R]
+    floor: Any  # i32[G, R]
     # Pages.
-    table: np.ndarray  # i32[sequences, W]
-    source: np.ndarray  # i32[P], the page of the prefilled cache that a page begins as
-    item: np.ndarray  # i32[P, S], which item a place in a page belongs to; -1: to the prompt, or to nobody
+    table: Any  # i32[sequences, W]
+    source: Any  # i32[P], the page of the prefilled cache that a page begins as
+    item: Any  # i32[P, S], which item a place in a page belongs to; -1: to the prompt, or to nobody
 
 
 class ExactScorer:

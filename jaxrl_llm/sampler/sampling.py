@@ -192,8 +192,8 @@ def _sorted_draw(z: Array, total: Array, uniform: Array, rows: RowSampling, n: i
 
 def draw(
     logits: Array,
-    keys: Array,
-    positions: Array,
+    keys: Array | None,
+    positions: Array | None,
     rows: RowSampling,
     *,
     forbidden: Array | None = None,
@@ -239,6 +239,8 @@ def draw(
     total = cumulative[:, -1]
 
     if given is None:
+        if keys is None or positions is None:
+            raise ValueError("draw: keys and positions are needed to draw tokens; or give the tokens.")
         uniform = _uniforms(keys, positions)
         block = _pick(block_mass, cumulative, uniform[:, 0] * total)
         block = jnp.where(greedy, jnp.argmax(block_best, axis=1), block)
