@@ -1,7 +1,7 @@
 """The decode and prefill programs, compiled for TPUs that are not there: libtpu needs none to compile.
 
-`[dev]` brings libtpu where Google builds it and JAX's version of it can do this: Linux on x86-64 with Python 3.12 or
-later. Elsewhere this file has one test less, the first, and nothing to compile with.
+`.ci/run` installs libtpu (extra [tpu], 640 MB) before the slow tests where Google builds it and JAX's version of it can do
+this: Linux on x86-64 with Python 3.12 or later. Elsewhere this file has nothing to compile with.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import attention_path, init_pages
+from jaxrl_llm.sampler.rules import Tables
 from jaxrl_llm.sampler.sampling import RowSampling
 
 LLAMA_8B = ModelConfig(
@@ -53,8 +54,9 @@ EXPECTED = sys.platform == "linux" and platform.machine() == "x86_64" and sys.ve
 
 if EXPECTED:
 
+    @pytest.mark.slow
     def test_libtpu_is_there_to_compile_with():
-        assert HAS_LIBTPU, "libtpu is missing: pip install -e '.[dev]' again"
+        assert HAS_LIBTPU, "libtpu is missing: pip install -e '.[tpu]'"
 
 
 @functools.cache
@@ -87,24 +89,23 @@ def compile_for(topology, config, program, weights):
                 prepared, config, cache, i32(8, PAGE), i32(8), i32(8), i32(8, WIDTH)
             )
         else:
-            rows = {name: i32(SLOTS) for name in ("token", "position", "limit", "floor")}
+            rows = {name: i32(SLOTS) for name in ("token", "position", "limit", "floor", "rule")}
             rows |= {"table": i32(SLOTS, WIDTH), "sampling": abstract(RowSampling.uniform(SLOTS))}
             rows["active"] = jax.ShapeDtypeStruct((SLOTS,), bool, sharding=there)
             rows["keys"] = jax.ShapeDtypeStruct((SLOTS, 2), jnp.uint32, sharding=there)
-            ids = jax.ShapeDtypeStruct((config.vocab_size,), bool, sharding=there)
+            ids = jax.ShapeDtypeStruct((1, config.vocab_size), bool, sharding=there)
             lowered = decode._generate.lower(
                 prepared,
                 config,
                 cache,
                 rows,
-                ids,
-                ids,
-                None,
+                Tables(stop=ids, halt=ids),
                 i32(),
                 steps=8,
                 truncate=False,
                 raw=False,
                 top=0,
+                support=0,
             )
         return path, lowered.compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
