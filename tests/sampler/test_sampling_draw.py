@@ -13,8 +13,8 @@ def rows(**columns):
     """RowSampling from lists."""
     columns = columns or {"temperature": 1.0}
     n = max(len(np.atleast_1d(c)) for c in columns.values())
-    base = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    dtypes = dict(temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32)
+    base = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, limit=0)
+    dtypes = dict(temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32, limit=np.int32)
     return RowSampling(
         **{k: np.broadcast_to(np.asarray(columns.get(k, v), dtypes[k]), (n,)) for k, v in base.items()}
     )
@@ -141,6 +141,7 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_ask_for():
             top_k=np.where(np.isin(np.arange(6), calm), 0, wild.top_k).astype(np.int32),
             top_p=np.where(np.isin(np.arange(6), calm), 1, wild.top_p).astype(np.float32),
             min_p=wild.min_p,
+            limit=wild.limit,
         )
         alone = draw_jit(logits, keys(6), np.arange(6, dtype=np.int32), tame)
         others = [i for i in range(6) if i not in calm]
