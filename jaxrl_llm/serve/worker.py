@@ -212,6 +212,7 @@ class Worker:
             try:
                 self._check()
                 result, error = command(), None
+                self.view = self._look()  # before the caller hears of it
             except Exception as raised:  # handed to the caller
                 result, error = None, raised
             _in_loop(loop, settle, result, error)
