@@ -5,8 +5,6 @@ import pathlib
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Threads of JAX's CPU client, see `runtime.virtual_devices_need_threads`.
-os.environ.setdefault("NPROC", "32")
 
 import jax
 
@@ -19,6 +17,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.models.config import TINY
@@ -27,6 +26,16 @@ from jaxrl_llm.train import train
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DATA = pathlib.Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_turned_off_for_this_module_only():
+    """Turns the compilation cache on again where a mesh has turned it off (`runtime.collectives_need_compiling`)."""
+    enabled = jax.config.jax_enable_compilation_cache
+    yield
+    if enabled and not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxrl_llm.runtime import collectives_need_compiling
+
 __all__ = ["AXES", "BATCH_AXES", "batch_shards", "data_devices", "make_mesh"]
 
 AXES = ("data", "fsdp", "tensor")
@@ -39,6 +41,7 @@ def make_mesh(
             f"make_mesh: data={data} x fsdp={fsdp} x tensor={tensor} takes {needed} devices, "
             f"{len(available)} are given. Choose sizes whose product is {len(available)}."
         )
+    collectives_need_compiling(available[:needed])
     # Auto: the compiler places intermediate values. (jax.make_mesh would default to Explicit axes.)
     types = (AxisType.Auto,) * len(AXES)
     if devices is None and needed == len(available):

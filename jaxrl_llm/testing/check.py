@@ -135,7 +135,6 @@ def check_transform(
     The mesh law needs several devices. On a machine with one, ask for eight of its CPU before JAX is used:
 
         jax.config.update("jax_num_cpu_devices", 8)
-        jaxrl_llm.runtime.virtual_devices_need_threads()
 
     Args:
       splits: rows of the micro-batches, see `assert_split_invariant`.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.ops.numerics import quotient
+from jaxrl_llm.runtime import collectives_need_compiling
 from jaxrl_llm.testing.layouts import change_fields, pack, rows
 from jaxrl_llm.testing.setting import (
     FAST_COMPILE,
@@ -171,6 +172,7 @@ def check_mesh(at: Setting, meshes: Sequence[tuple[int, int]] | None = None) -> 
         return measure_prepared(at.objective, params, prepared)
 
     compiled = jax.jit(run, compiler_options=FAST_COMPILE)
+    collectives_need_compiling(devices)
     for shape in meshes or ((len(devices), 1), (2, len(devices) // 2)):
         mesh = jax.sharding.Mesh(np.asarray(devices[: shape[0] * shape[1]]).reshape(shape), ("data", "fsdp"))
         by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))

@@ -12,6 +12,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
+from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.sampler import Sampler, SamplingParams, decode, prepare_for_sampling
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -439,7 +440,7 @@ def test_broken_weights_end_rows_as_errors():
 
 
 def test_weights_sharded_over_a_mesh_give_the_same_logprobs():
-    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
     def shard(x):
         axes = [None] * (x.ndim - 2) + ["fsdp", "tensor"] if x.ndim >= 2 else [None]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.runtime import collectives_need_compiling
 from jaxrl_llm.snapshots.digest import fingerprint, leaf_records, named_leaves
 
 
@@ -37,6 +38,7 @@ def test_host_and_device_agree(dtype):
 
 @pytest.mark.parametrize("spec", [(), ("a",), ("a", "b"), (("a", "b"),), (None, "b"), (None, None, "b")])
 def test_every_sharding_gives_the_same_fingerprint_without_a_gather(spec):
+    collectives_need_compiling(jax.devices())
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     array = jax.random.normal(jax.random.key(0), (16, 8, 6))
     tree = {"w": array, "n": jnp.asarray(3)}

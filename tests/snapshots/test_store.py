@@ -20,6 +20,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.runtime import collectives_need_compiling
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.snapshots.store import SnapshotError, SnapshotStore, locate
 from jaxrl_llm.types import LearnerState
@@ -116,6 +117,7 @@ def test_round_trip_keeps_structure_types_and_bits(tmp_path):
 
 
 def test_restore_onto_an_abstract_tree_another_mesh_and_dtype(tmp_path):
+    collectives_need_compiling(jax.devices())
     mesh = jax.make_mesh((4, 2), ("a", "b"))
     source = NamedSharding(mesh, PartitionSpec("a", "b"))
     other = NamedSharding(jax.make_mesh((8,), ("c",)), PartitionSpec(None, "c"))

@@ -9,6 +9,7 @@ import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm import testing
+from jaxrl_llm.runtime import collectives_need_compiling
 from jaxrl_llm.testing import rows
 
 REINFORCE = (jrl.given_advantage(), jrl.reinforce_surrogate())
@@ -273,6 +274,7 @@ def test_n31_kl_in_the_reward():
 
 def on_a_mesh(objective, logprob, batch, axis):
     """Loss and gradient with rows sharded over 8 devices."""
+    collectives_need_compiling(jax.devices())
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:8]).reshape(axis), ("data", "fsdp"))
     by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
