@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, ScheduleSettings
 from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, certify, probe_prompts
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
@@ -20,6 +20,7 @@ from jaxrl_llm.models.load import Model, config_of, load_model
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
+from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Completion, Engine, Sampler, SamplingParams
 from jaxrl_llm.sampler.paged_cache import pages_for
@@ -41,6 +42,7 @@ __all__ = [
     "configured_teacher",
     "prompt_room",
     "sampling_params",
+    "schedule_of",
     "teacher_config",
 ]
 
@@ -357,6 +359,35 @@ def sampling_params(config: Config, task: Task, **changes: Any) -> SamplingParam
         seed=config.seed,
     )
     return dataclasses.replace(params, **changes)
+
+
+def schedule_of(config: Config) -> Schedule | None:
+    """The schedule of the stream of rollouts; None: every train step samples for itself.
+
+    Raises:
+      InputError: settings that exclude each other.
+    """
+    s, r = config.schedule, config.rollout
+    if s == ScheduleSettings():
+        return None
+    if s.max_age == 0 and (s.late == "drop" or s.swap != "keep"):
+        raise InputError(
+            "schedule: late and swap say what becomes of samples under way when a train step has what it needs, and with "
+            "max_age=0 none are. Raise schedule.max_age, or leave them out."
+        )
+    try:
+        return Schedule(
+            groups=r.prompts,
+            samples=r.group_size,
+            max_age=s.max_age,
+            in_flight=s.in_flight,
+            ticks=s.ticks,
+            late=s.late,
+            swap=s.swap,
+            max_drops=r.refill_rounds * r.prompts,
+        )
+    except ValueError as error:
+        raise InputError(f"{error} Set schedule.in_flight, schedule.max_age or rollout.prompts.") from None
 
 
 def build_mesh(config: Config) -> jax.sharding.Mesh | None:

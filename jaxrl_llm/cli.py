@@ -46,6 +46,20 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReplaySpan:
+    """Executes recorded train steps of a run once more and reports the first difference. Exit code 0: none, 1: one."""
+
+    run: tyro.conf.Positional[str]
+    """Run folder; nothing in it is changed."""
+    start: Annotated[int, tyro.conf.arg(name="from")] = 0
+    """Version of a snapshot of the run (train steps done); 0: from the beginning."""
+    end: Annotated[int | None, tyro.conf.arg(name="to")] = None
+    """Version to stop at; default: the last one."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Sft:
     """Fine-tunes a model on the rows of a JSONL file, data.path of the config, one JSON object a line:
     {prompt, answer} or {messages} for the objective sft; {prompt, chosen, rejected} for a preference loss (dpo, ipo,
@@ -252,6 +266,7 @@ _Command = (
     | Annotated[Sample, tyro.conf.subcommand("sample")]
     | Annotated[Parity, tyro.conf.subcommand("parity")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[ReplaySpan, tyro.conf.subcommand("replay")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -318,6 +333,8 @@ def _run(command: Any) -> int:
     match command:
         case Train():
             return _train(command)
+        case ReplaySpan():
+            return _replay(command)
         case Sft():
             return _sft(command)
         case Eval():
@@ -366,6 +383,23 @@ def _train(args: Train) -> int:
     from jaxrl_llm.train import train
 
     return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+
+
+def _replay(args: ReplaySpan) -> int:
+    from jaxrl_llm.replay import last_version, replay
+
+    folder = pathlib.Path(args.run)
+    with _stdout_to_stderr(True):
+        found = replay(folder, args.start, last_version(folder) if args.end is None else args.end)
+    if args.json:
+        difference = None if found.difference is None else found.difference._asdict()
+        print(json.dumps({**found._asdict(), "difference": difference}))
+    elif found.difference is None:
+        weights = "; the weights are the same" if found.weights else ""
+        print(f"Train steps {found.start + 1} to {found.end}: every figure and sample is the same{weights}.")
+    else:
+        print(f"The replay differs first at {found.difference}")
+    return 0 if found.difference is None else 1
 
 
 def _sft(args: Sft) -> int:

@@ -126,6 +126,24 @@ class RolloutSettings:
 
 
 @_section
+class ScheduleSettings:
+    """When what is sampled. By default strictly on-policy: a train step waits for its own samples (rollout/stream.py)."""
+
+    # Train steps that the oldest token of a group may lag behind; 0: synchronous. More: prompts are submitted ahead, and
+    # samples that are not complete at a train step go on under the next weights.
+    max_age: Natural = 0
+    in_flight: Positive | None = None  # prompts under way; default: rollout.prompts x (1 + max_age), the most
+    ticks: Natural = 0  # least decode dispatches of a train step
+    # Groups that would be too old for the next train step: wait for them | drop them once the batch is full, which loses
+    # the longest answers.
+    late: Literal["wait", "drop"] = "wait"
+    # Samples under way when the weights change: keep their K/V | recompute them | drain: finish the samples first
+    swap: Literal["keep", "recompute", "drain"] = "keep"
+    # Samples of a prompt beyond group_size; the last to end are cancelled. Saves waiting, and favours short answers.
+    over_generation: Natural = 0
+
+
+@_section
 class SamplerSettings:
     slots: Annotated[int, pydantic.Field(ge=2)] = 64  # sequences decoded together
     page_size: Positive = 64  # tokens per page of the K/V cache
@@ -233,6 +251,7 @@ class Config:
     task: TaskSettings = dataclasses.field(default_factory=TaskSettings)
     data: DataSettings = dataclasses.field(default_factory=DataSettings)
     rollout: RolloutSettings = dataclasses.field(default_factory=RolloutSettings)
+    schedule: ScheduleSettings = dataclasses.field(default_factory=ScheduleSettings)
     sampler: SamplerSettings = dataclasses.field(default_factory=SamplerSettings)
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     learner: LearnerSettings = dataclasses.field(default_factory=LearnerSettings)

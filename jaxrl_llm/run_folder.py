@@ -26,7 +26,15 @@ __all__ = [
 
 _NOTE = "# Secrets were replaced by ***: go on with this run by giving its original config file.\n"
 # What a run makes in its folder.
-_FILES = ("config.yaml", "config.yaml.tmp", "run.json", "metrics.jsonl", "samples.jsonl", "report.html")
+_FILES = (
+    "config.yaml",
+    "config.yaml.tmp",
+    "run.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "ledger.jsonl",
+    "report.html",
+)
 _FOLDERS = ("snapshots", "tensorboard")
 
 

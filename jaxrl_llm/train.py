@@ -21,15 +21,17 @@ The parameters that the sampler reads are the learner's own tree: nothing is cop
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
+import numpy as np
 import optax
 
 from jaxrl_llm import __version__
@@ -45,13 +47,14 @@ from jaxrl_llm.assembly import (
     held_out_items,
     prompt_room,
     sampling_params,
+    schedule_of,
     teacher_config,
 )
 from jaxrl_llm.config import Config, as_data
 from jaxrl_llm.data.source import PromptSource
 from jaxrl_llm.diagnostics.display import make_display
 from jaxrl_llm.diagnostics.environment import write_run_info
-from jaxrl_llm.diagnostics.metrics import MetricsWriter, SamplesWriter, memory_metrics
+from jaxrl_llm.diagnostics.metrics import LedgerWriter, MetricsWriter, SamplesWriter, memory_metrics
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
@@ -85,11 +88,14 @@ from jaxrl_llm.objectives import (
     is_trust_region,
 )
 from jaxrl_llm.rollout.checks import reward_parts
-from jaxrl_llm.rollout.collect import collect, refilled
+from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, staleness_metrics
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
+from jaxrl_llm.rollout.stream import Stream, StreamState
 from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resumed_config, write_config
 from jaxrl_llm.sampler import SamplingParams
+from jaxrl_llm.sampler.base import Completion, SamplerStats
+from jaxrl_llm.sampler.engine import Engine
 from jaxrl_llm.sampler.rescore import ExactScorer
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
@@ -97,7 +103,7 @@ from jaxrl_llm.transforms import LossTransform, needed_fields, needs, takes_pair
 from jaxrl_llm.types import LearnerState, Mean, TokenBatch, Trajectory
 from jaxrl_llm.unused import unused_settings
 
-__all__ = ["BaseRun", "Run", "Source", "merge_updates", "session", "train"]
+__all__ = ["BaseRun", "Position", "Run", "Source", "merge_updates", "session", "train"]
 
 
 # ------------------------------------------------------------------------------------- metrics
@@ -143,6 +149,13 @@ def _named(digest: str | None) -> str:
     return "no teacher" if digest is None else f"a teacher with the digest {digest[:12]}…"
 
 
+class Position(NamedTuple):
+    """Where the data of a run is: what a snapshot holds besides the state of the learner."""
+
+    cursor: dict[str, Any]  # of the source
+    stream: StreamState | None = None  # what is sampled over several train steps
+
+
 class Source(Protocol):
     """Where the data of a run comes from; resumable at any step."""
 
@@ -165,6 +178,7 @@ class BaseRun(abc.ABC):
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
+    ledger_lines: Sequence[dict[str, Any]] = ()  # of the last train step, for ledger.jsonl
     parity: dict[str, Any] | None = None  # the parity certificate of the policy that this process began with
 
     def __init__(
@@ -183,6 +197,7 @@ class BaseRun(abc.ABC):
                 f"{self.command} samples nothing; use off."
             )
         self.config, self.folder, self.objective = config, folder, objective
+        self.warnings: list[str] = []  # for the display, as they come up
         self.needed = frozenset(need.field for need in needs(objective) if need.record == "batch")
         self.mesh = build_mesh(config)
         wanted = teacher_needs(objective)
@@ -401,10 +416,19 @@ class BaseRun(abc.ABC):
             return move_reference(state, settings.tau)
         return state
 
-    def save(self, cursor: Any, metric: float | None = None) -> None:
+    def position(self) -> Position:
+        """Where the data of the run is, between two train steps."""
+        return Position(self.source.state())
+
+    def barrier(self, position: Position) -> None:
+        """What a run does after a snapshot, so that it stays equal to one that resumes from there."""
+        return  # what is not sampled over several train steps needs nothing
+
+    def save(self, position: Position, metric: float | None = None) -> None:
         """Starts saving a snapshot of the state and of everything that the next train step depends on."""
         meta = {
-            "cursor": cursor,
+            "cursor": position.cursor,
+            "stream": None if position.stream is None else position.stream.as_data(),
             "config": as_data(self.config),
             "model": self.digest,
             "teacher": self.teacher_digest,  # frozen, so that a snapshot names it and does not hold it
@@ -433,7 +457,12 @@ class BaseRun(abc.ABC):
                 "original, or start another run."
             )
         self.source.restore(meta["cursor"])
+        self.restore_stream(meta.get("stream"))
         self.snapshots.discard_after(self.version)
+
+    def restore_stream(self, data: dict[str, Any] | None) -> None:
+        """Goes on with what was under way when a snapshot was saved; None: nothing was."""
+        return
 
 
 class Run(BaseRun):
@@ -459,6 +488,7 @@ class Run(BaseRun):
                 f"learner.minibatches: {config.learner.minibatches} does not divide the {rows} rows of a train step "
                 f"(rollout.prompts {config.rollout.prompts} x rollout.group_size {config.rollout.group_size})."
             )
+        schedule = schedule_of(config)
         sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
@@ -480,6 +510,9 @@ class Run(BaseRun):
             max_prompt_tokens=prompt_room(config, task),
         )
         super().__init__(config, folder, objective, model)
+        self.stream = None
+        if schedule is not None:
+            self.stream = Stream(self.make_engine, self.source, self.judge, self.sampling, schedule)
         self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
         if self.scorer is not None:
             self.exact = make_exact_score(self.scorer.of_sampling(self.sampling))
@@ -497,9 +530,12 @@ class Run(BaseRun):
         return sampling_params(
             self.config,
             self.policy.task,
+            n=self.config.rollout.group_size + self.config.schedule.over_generation,
             top_logprobs=topk_size(self.objective) if "topk_logprob_behavior" in self.needed else 0,
             greedy_too="baseline_reward" in self.needed,
         )
+
+    stream: Stream | None = None  # of an asynchronous run
 
     def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
         """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
@@ -520,11 +556,70 @@ class Run(BaseRun):
             baselines=[c for c in completions if c.index == n] if self.sampling.greedy_too else None,
         )
 
+    def judge(self, completions: Sequence[Completion], group: int) -> list[Trajectory]:
+        """The trajectories of one group of the stream."""
+        n = self.sampling.n
+        trajectories, _ = collect(
+            [c for c in completions if c.index < n],
+            self.policy.task,
+            self.tokenizer,
+            temperature=self.config.rollout.temperature,
+            parts=[name for name in self.parts if name != "reward"],
+            baselines=[c for c in completions if c.index == n] if self.sampling.greedy_too else None,
+        )
+        return [dataclasses.replace(t, group=group) for t in trajectories]
+
+    def make_engine(self) -> Engine:
+        """An engine for the stream."""
+        outstanding = self.stream.schedule.outstanding if self.stream is not None else 1
+        return self.policy.sampler.engine(outstanding * self.sampling.per_prompt)
+
+    def position(self) -> Position:
+        """Where the data of the run is, with the groups under way."""
+        return Position(self.source.state(), None if self.stream is None else self.stream.state())
+
+    def barrier(self, position: Position) -> None:
+        """Takes up the groups under way as a resumed run would: computed again under the next weights."""
+        if self.stream is not None and position.stream is not None:
+            self.stream.restore(position.stream)
+
+    def restore_stream(self, data: dict[str, Any] | None) -> None:
+        """The groups that were under way when the snapshot was saved."""
+        if data is None:
+            return
+        if self.stream is not None:
+            self.stream.restore(StreamState.of(data))
+        elif data["open"] or data["ready"]:
+            raise InputError(
+                f"schedule.max_age: the snapshot holds {len(data['open'])} groups under way and {len(data['ready'])} complete "
+                "ones, which a synchronous run would lose. Resume with max_age of at least 1."
+            )
+
+    def streamed(self, stream: Stream, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
+        """The next batch of an asynchronous run, with its figures."""
+
+        def progress(done: int) -> None:
+            if on_progress is not None:
+                on_progress(SamplerStats(completions=done))
+
+        trajectories, figures = stream.next_batch(self.state.params, self.version, progress)
+        metrics = rollout_metrics(trajectories)
+        if self.sampling.greedy_too:
+            known = [t.baseline for t in trajectories if t.baseline is not None]
+            metrics["reward/baseline"] = float(np.mean(known)) if known else 0.0
+        of_ledger, self.ledger_lines = stream.ledger.step()
+        warning = stream.ledger.warning()
+        if warning is not None:
+            self.warnings.append(warning)
+        return trajectories, metrics | figures | of_ledger | staleness_metrics(trajectories, self.version)
+
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
         config = self.config
         wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
-        if refills:
+        if self.stream is not None:
+            trajectories, metrics = self.streamed(self.stream, on_progress)
+        elif refills:
             trajectories, metrics = refilled(
                 lambda missing: self.sample(missing, on_progress), groups=wanted, max_rounds=1 + refills
             )
@@ -639,11 +734,22 @@ def session(
     resume: bool = False,
     overrides: Sequence[str] = (),
     invocation: str = "",
+    until: int | None = None,
+    barriers: Collection[int] = (),
 ) -> int:
-    """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it."""
+    """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
     mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
     try:
-        return _session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
+        return _session(
+            make_run,
+            config,
+            folder,
+            resume=resume,
+            overrides=overrides,
+            invocation=invocation,
+            until=until,
+            barriers=barriers,
+        )
     except BaseException as error:
         if mine:
             abandon_folder(folder, before)
@@ -664,6 +770,8 @@ def _session(
     resume: bool,
     overrides: Sequence[str],
     invocation: str,
+    until: int | None = None,
+    barriers: Collection[int] = (),
 ) -> int:
     notes: list[str] = []
     if resume:
@@ -690,12 +798,16 @@ def _session(
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
             # At step 0 the first evaluation is made again, so its row must go as well.
             resumed = (start or -1) if resume else None
+            asynchronous = getattr(run, "stream", None) is not None
             trackers = make_trackers(config.trackers, folder, as_data(config))
             with (
                 MetricsWriter(folder, resumed, trackers=trackers) as metrics_out,
                 SamplesWriter(folder, resumed) as samples_out,
+                LedgerWriter(folder, resumed) if asynchronous else contextlib.nullcontext() as ledger_out,
             ):
-                stopped = loop(run, display, stop, metrics_out, samples_out)
+                stopped = loop(
+                    run, display, stop, metrics_out, samples_out, ledger_out, until=until, barriers=barriers
+                )
             run.snapshots.wait()
         display.phase("report", 0, 0)
         try:
@@ -714,18 +826,32 @@ def _session(
 
 
 def loop(
-    run: BaseRun, display: Any, stop: StopRequest, metrics_out: MetricsWriter, samples_out: SamplesWriter
+    run: BaseRun,
+    display: Any,
+    stop: StopRequest,
+    metrics_out: MetricsWriter,
+    samples_out: SamplesWriter,
+    ledger_out: LedgerWriter | None = None,
+    *,
+    until: int | None = None,
+    barriers: Collection[int] = (),
 ) -> bool:
-    """The train steps that are left. Returns True when it was asked to stop."""
+    """The train steps that are left. Returns True when it was asked to stop.
+
+    Args:
+      until: train step after which it ends, with a snapshot; None: all.
+      barriers: versions at which groups under way are taken up as after a resume, besides those of snapshots.
+    """
     config = run.config
     saved = run.version if run.snapshots.latest() == run.version else None
-    cursor = run.source.state()
+    position = run.position()
+    end = config.steps if until is None else until
     waited = 0.0  # seconds that the last snapshot blocked the loop
 
     def save() -> None:
         nonlocal saved
         if saved != run.version:
-            run.save(cursor)
+            run.save(position)
             saved = run.version
 
     try:
@@ -733,7 +859,7 @@ def loop(
             row = {"version": 0, **measured(run, display, stop)}
             metrics_out.write(row)
             display.step(row)
-        while run.version < config.steps:
+        while run.version < end:
             stop.check()
             begin = time.perf_counter()
             display.phase(run.phase, 0, run.rows)
@@ -746,11 +872,13 @@ def loop(
             batch, trajectories, row = run.gather(progress)
             if run.parity is not known and run.parity is not None and not run.parity["passed"]:
                 display.note(f"Parity: {'; '.join(run.parity['reasons'])}. See it with: jaxrl parity")
+            while run.warnings:
+                display.note(run.warnings.pop(0))
             sampled = time.perf_counter()
             stop.check()
             display.phase("update", 0, 0)
             learned, seconds = run.learn(batch)
-            cursor = run.source.state()
+            position = run.position()
             row |= learned | seconds | {f"time/{run.phase}": sampled - begin}
             every = config.evaluation.every
             last = run.version == config.steps
@@ -762,16 +890,25 @@ def loop(
             row = {"version": run.version, **row, **memory_metrics()}
             shares = run.shares(len(trajectories)) if trajectories else None
             samples_out.write(run.version, trajectories, run.tokenizer, shares=shares)
+            if ledger_out is not None:
+                ledger_out.write(run.version, run.ledger_lines)
             metrics_out.write(row)
             display.step(row)
             # After the row is on disk: a snapshot without the metrics of its own step could not be resumed exactly.
-            if last or (config.snapshots.every and run.version % config.snapshots.every == 0):
+            scheduled = config.snapshots.every and run.version % config.snapshots.every == 0
+            if last or scheduled or run.version in barriers:
                 saving = time.perf_counter()
-                save()
+                try:
+                    if last or scheduled:
+                        save()
+                finally:
+                    run.barrier(position)  # part of the run, whether or not the disk had room
                 waited = time.perf_counter() - saving  # reported with the next step
     except StoppedError:
         save()
         return True
+    if until is not None:
+        save()
     return False
 
 

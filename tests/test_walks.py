@@ -196,7 +196,7 @@ def test_one_parameter_tree(run, tmp_path, monkeypatch):
         np.testing.assert_array_equal(one.logprobs, other.logprob[other.mask])
 
     # Snapshot, bit for bit: as it is, alone, and into another run.
-    run.save(run.source.state())
+    run.save(run.position())
     run.snapshots.wait()
     with SnapshotStore(tmp_path / "run" / "snapshots", read_only=True) as store:
         alone, meta = store.restore_params()

@@ -28,6 +28,7 @@ from jaxrl_llm.types import Trajectory
 
 __all__ = [
     "METRICS",
+    "LedgerWriter",
     "MetricsWriter",
     "SamplesWriter",
     "Timers",
@@ -162,6 +163,27 @@ class MetricsWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class LedgerWriter:
+    """Writes ledger.jsonl: what became of the samples of a train step, by reason, task and length.
+
+    Arguments as for `MetricsWriter`.
+    """
+
+    def __init__(self, run_dir: str | pathlib.Path, resume_version: int | None = None) -> None:
+        self._lines = _JsonLines(pathlib.Path(run_dir) / "ledger.jsonl", resume_version, None)
+
+    def write(self, version: int, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Lines of one train step (`rollout.ledger.Ledger.step`)."""
+        for line in lines:
+            self._lines.write({"version": int(version), **line})
+
+    def __enter__(self) -> LedgerWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lines.close()
 
 
 class SamplesWriter:

@@ -22,6 +22,7 @@ __all__ = [
     "rollout_metrics",
     "sampled_text",
     "score_completion",
+    "staleness_metrics",
     "trajectory_of",
 ]
 
@@ -239,3 +240,27 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         f"reward/part_{name}": float(np.mean(values)) if values else 0.0
         for name, values in sorted(parts.items())
     }
+
+
+_AGES = 8  # ages with a figure of their own
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How old the sampled tokens of a batch are at the train step that starts from `version`, in train steps.
+
+    age = version - the version that sampled a token; kv_age = version - the oldest one whose keys and values the token
+    attended to. `spans` is the part of the trajectories with tokens of several versions.
+    """
+    sampled = [t for t in trajectories if t.mask.any()]
+    if not sampled:
+        return {}
+    age = np.concatenate([version - t.version[t.mask] for t in sampled])
+    kv_age = np.concatenate([version - t.kv_version[t.mask] for t in sampled])
+    spans = [t.version[t.mask].min() < t.version[t.mask].max() for t in sampled]
+    return {
+        "staleness/age_mean": float(age.mean()),
+        "staleness/age_max": float(age.max()),
+        "staleness/kv_age_mean": float(kv_age.mean()),
+        "staleness/kv_age_max": float(kv_age.max()),
+        "staleness/spans": float(np.mean(spans)),
+    } | {f"staleness/age_{a}": float((age == a).mean()) for a in range(min(_AGES, int(age.max()) + 1))}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -33,7 +33,7 @@ from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
-__all__ = ["Engine", "Event"]
+__all__ = ["Carried", "Engine", "Event"]
 
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -47,6 +47,14 @@ class Event(NamedTuple):
     top_ids: list[np.ndarray] | None  # i32[K] each, when asked for
     top_logprobs: list[np.ndarray] | None  # f32[K] each
     completion: Completion | None  # of the whole request, when it has ended
+
+
+class Carried(NamedTuple):
+    """A request that has not ended, as another engine can go on with it."""
+
+    so_far: Completion  # its `stop` says nothing
+    begun: bool  # it has been in a slot, so that it comes before those that have not
+    priority: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -290,11 +298,17 @@ class Engine:
         self.check([prompt], sampling)
         return self._submit(prompt, sampling, priority)
 
-    def _submit(self, prompt: Prompt, sampling: SamplingParams, priority: int = 0) -> list[int]:
+    def _submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        priority: int = 0,
+        indices: Sequence[int] | None = None,
+    ) -> list[int]:
         tokens = np.asarray(prompt.tokens, np.int32)
         now = self._clock()
         ids = []
-        for index in range(sampling.per_prompt):
+        for index in range(sampling.per_prompt) if indices is None else indices:
             row = Row(
                 id=self._next_id,
                 prompt_tokens=tokens,
@@ -309,6 +323,59 @@ class Engine:
             ids.append(row.id)
             self._next_id += 1
         return ids
+
+    def unfinished(self) -> list[tuple[int, Carried]]:
+        """Every request that has not ended, by id, the one that is served first in front. Call it between steps."""
+        rows = sorted(self._rows.values(), key=lambda row: row.rank)
+        return [
+            (
+                row.id,
+                Carried(
+                    self._completion(row, StopReason.CANCELLED, decoded=False), row.order >= 0, row.priority
+                ),
+            )
+            for row in rows
+        ]
+
+    def begun_at(self) -> dict[int, int]:
+        """The version of the oldest token of every request that has one and has not ended, by id."""
+        return {id: min(row.request.versions) for id, row in self._rows.items() if row.request.versions}
+
+    def resume(self, carried: Carried, sampling: SamplingParams) -> int:
+        """Goes on with a request of another engine; its id here.
+
+        Its keys and values are computed again, by prefill, under the weights served when it is placed. An engine
+        that is given all that `unfinished` says, in that order and before anything else, serves them as that one
+        would have after `swap(…, pages="recompute")`.
+
+        Raises:
+          InputError: it does not fit this engine.
+        """
+        done = carried.so_far
+        self.check([done.prompt], sampling)
+        (id,) = self._submit(done.prompt, sampling, carried.priority, indices=(done.index,))
+        row = self._rows[id]
+        self._scheduler.adopt(row, done.tokens.tolist(), begun=carried.begun)
+        request = row.request
+        request.logprobs += done.logprobs.tolist()
+        request.versions += done.versions.tolist()
+        request.kv_versions += done.kv_versions.tolist()
+        for mine, theirs in (
+            (request.raw_logprobs, done.raw_logprobs),
+            (request.top_ids, done.top_ids),
+            (request.top_logprobs, done.top_logprobs),
+            (request.support_ids, done.support_ids),
+            (request.support_cut, done.support_cut),
+        ):
+            if theirs is not None:
+                mine += theirs.tolist() if theirs.ndim == 1 else list(theirs)
+        if sampling.stop and row.tokens:
+            rule = self._rules.take(sampling)
+            for token in row.tokens:
+                if rule.strings is not None:
+                    rule.strings.push(request.text, token)
+            self._rules.give_back(rule)
+        return id
 
     def check(self, prompts: list[Prompt], sampling: SamplingParams) -> None:
         """Raises InputError unless all of the prompts can run; the message lists those that cannot."""
@@ -728,9 +795,15 @@ class Engine:
         stats.completions += 1
         stats.tokens += len(row.tokens)
         stats.prompt_tokens += len(row.prompt_tokens)
+        completion = self._completion(row, stop)
+        self._let_go(row)
+        return completion
+
+    def _completion(self, row: Row, stop: StopReason, *, decoded: bool = True) -> Completion:
+        request = row.request
         sampling, N = request.sampling, len(row.tokens)
         text = None
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and decoded:
             text = self._tokenizer.decode(row.tokens)
             if (
                 stop is StopReason.STOP_STRING
@@ -738,10 +811,10 @@ class Engine:
                 and request.rule.strings is not None
             ):
                 text = request.rule.strings.cut(text, self._tokenizer.decode(row.tokens[:-1]))
-        self._let_go(row)
         K, width = sampling.top_logprobs, sampling.support_width(self.config.vocab_size)
-        started = request.ended if request.started is None else request.started
-        first = request.ended if request.first is None else request.first
+        ended = request.ended or self._clock()
+        started = ended if request.started is None else request.started
+        first = ended if request.first is None else request.first
         prompt_logprobs = None
         if sampling.prompt_logprobs and row.prefix.logprobs:
             scored = np.concatenate([np.zeros(1, np.float32), *row.prefix.logprobs])
@@ -766,7 +839,7 @@ class Engine:
             timings={
                 "queued": started - request.arrived,
                 "first_token": first - request.arrived,
-                "sampled": request.ended - started,
+                "sampled": ended - started,
             },
         )
 

@@ -167,6 +167,18 @@ class Sampler:
         engine.release()
         return [done[id] for ids in groups for id in ids if id in done]
 
+    def engine(self, rows: int) -> Engine:
+        """An engine that lives on, for prompts that are not known yet, without weights.
+
+        Args:
+          rows: most completions that are submitted to it at a time; it has pages enough for as many as there are
+            slots for, each up to the whole context, unless the sampler was given a number of pages.
+        """
+        width = pages_for(self._max_context, self._options["page_size"])
+        pages = self._pages or 1 + width * min(self._options["slots"], rows) + 2 * width
+        self._check_memory(pages)
+        return Engine(self.config, pages=pages, table_width=width, **self._options)
+
     @staticmethod
     def _cut(engine: Engine, ids: list[int], done: dict[int, Completion], keep: int) -> None:
         """Ends a group of which `keep` samples have ended."""

@@ -196,6 +196,14 @@ class Scheduler:
         row.prefix.unfinished += 1
         bisect.insort(self._waiting, row, key=lambda r: r.rank)
 
+    def adopt(self, row: Row, tokens: list[int], *, begun: bool) -> None:
+        """Makes a row that has just been submitted one that was preempted elsewhere, after so many tokens."""
+        self._waiting.remove(row)
+        row.tokens = tokens
+        if begun:
+            row.order, self._placements = self._placements, self._placements + 1
+        bisect.insort(self._waiting, row, key=lambda r: r.rank)
+
     def plan(self) -> Plan:
         """Allocates the pages of the next dispatch and says what has to be done."""
         plan = Plan()

@@ -1,0 +1,150 @@
+"""Replays recorded train steps and compares them with the record, bit for bit.
+
+A run is a function of its config, of the snapshot that a span starts from and of the versions at which groups under
+way were taken up again (`rollout/barrier` in metrics.jsonl). So a span can be executed once more, in a folder of its
+own, and every figure that no clock or memory decides must come out equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxrl_llm.config import as_data, load_config
+from jaxrl_llm.diagnostics.metrics import read_jsonl
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.snapshots.store import SnapshotStore
+from jaxrl_llm.train import Run, session
+
+__all__ = ["Difference", "Replay", "last_version", "replay"]
+
+_FILES = ("metrics.jsonl", "samples.jsonl", "ledger.jsonl")
+_CLOCKED = ("time/", "memory/")
+
+
+class Difference(NamedTuple):
+    """The first place where a replay is not the record."""
+
+    version: int
+    file: str
+    key: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        return f"version {self.version}, {self.file}, {self.key}: recorded {self.recorded!r}, replayed {self.replayed!r}"
+
+
+class Replay(NamedTuple):
+    """What a replay found."""
+
+    start: int
+    end: int
+    steps: int  # compared
+    weights: bool  # the weights of `end` were compared, too: both runs have a snapshot of it
+    difference: Difference | None
+
+
+def last_version(folder: pathlib.Path) -> int:
+    """The last train step in the record of a run; 0 when there is none."""
+    path = folder / "metrics.jsonl"
+    return max((row["version"] for row in read_jsonl(path)), default=0) if path.is_file() else 0
+
+
+def replay(
+    folder: pathlib.Path, start: int, end: int, *, note: Callable[[str], None] | None = None
+) -> Replay:
+    """Executes the train steps start + 1 … end of a run once more and compares them with its record.
+
+    Args:
+      folder: the run folder; nothing in it is changed.
+      start: version of one of its snapshots, or 0: from the beginning.
+      end: version in its metrics.
+      note: is told where the replay is made.
+
+    Raises:
+      InputError: no such run, snapshot or span.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise InputError(f"replay: {folder} holds no run (no config.yaml). Give a run folder.")
+    config = load_config(folder / "config.yaml")
+    if "***" in json.dumps(as_data(config)):
+        raise InputError(
+            f"replay: {folder / 'config.yaml'} holds *** in place of secrets; put them back in a copy of the folder."
+        )
+    recorded = last_version(folder)
+    rows = {row["version"]: row for row in read_jsonl(folder / "metrics.jsonl")} if recorded else {}
+    if not 0 <= start < end <= recorded:
+        raise InputError(
+            f"replay: the span must lie in the record, 0 <= from < to <= {recorded}, got {start} to {end}."
+        )
+    with tempfile.TemporaryDirectory(prefix="jaxrl-replay-") as name:
+        copy = pathlib.Path(name) / folder.name
+        copy.mkdir()
+        if note is not None:
+            note(f"Replaying {start + 1} to {end} in {copy}")
+        if start:
+            _copy_start(folder, copy, start)
+        barriers = {version - 1 for version, row in rows.items() if row.get("rollout/barrier")}
+        code = session(Run, config, copy, resume=bool(start), until=end, barriers=barriers)
+        if code:
+            raise InputError("replay: it was stopped before its end; start it again.")
+        difference = _compare(folder, copy, start, end)
+        weights = False
+        if difference is None:
+            weights, difference = _compare_weights(folder, copy, end)
+    return Replay(start, end, end - start, weights, difference)
+
+
+def _copy_start(folder: pathlib.Path, copy: pathlib.Path, start: int) -> None:
+    snapshot = folder / "snapshots" / str(start)
+    if not snapshot.is_dir():
+        there = sorted(int(p.name) for p in (folder / "snapshots").glob("*") if p.name.isdigit())
+        raise InputError(
+            f"replay: the run has no snapshot of version {start}; it has {', '.join(map(str, there)) or 'none'}. Start from one "
+            "of them, or from 0; snapshots.keep_every keeps more."
+        )
+    shutil.copytree(snapshot, copy / "snapshots" / str(start))
+    shutil.copy(folder / "config.yaml", copy / "config.yaml")
+    for name in _FILES:
+        if os.path.isfile(folder / name):
+            shutil.copy(folder / name, copy / name)  # cut back to the snapshot by the resume
+
+
+def _lines(folder: pathlib.Path, name: str, start: int, end: int) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = {}
+    if (folder / name).is_file():
+        for line in read_jsonl(folder / name):
+            if start < line["version"] <= end:
+                found.setdefault(line["version"], []).append(line)
+    return found
+
+
+def _compare(folder: pathlib.Path, copy: pathlib.Path, start: int, end: int) -> Difference | None:
+    files = {name: (_lines(folder, name, start, end), _lines(copy, name, start, end)) for name in _FILES}
+    for version in range(start + 1, end + 1):
+        for name, (recorded, replayed) in files.items():
+            ours, theirs = recorded.get(version, []), replayed.get(version, [])
+            if len(ours) != len(theirs):
+                return Difference(version, name, "lines", len(ours), len(theirs))
+            for mine, other in zip(ours, theirs, strict=True):
+                for key in sorted({*mine, *other}):
+                    if not key.startswith(_CLOCKED) and mine.get(key) != other.get(key):
+                        return Difference(version, name, key, mine.get(key), other.get(key))
+    return None
+
+
+def _compare_weights(folder: pathlib.Path, copy: pathlib.Path, end: int) -> tuple[bool, Difference | None]:
+    prints = []
+    for run in (folder, copy):
+        with SnapshotStore(run / "snapshots", read_only=True) as store:
+            if end not in store.versions():
+                return False, None
+            prints.append(store.meta(end)["fingerprint"])
+    same = prints[0] == prints[1]
+    return True, None if same else Difference(end, "snapshots", "fingerprint", *prints)

@@ -1,0 +1,372 @@
+"""Rollouts as a stream that outlives train steps: synchronous, one step off and asynchronous are settings of it.
+
+A *tick* is one dispatch of the engine. The clock of a run is (train steps done, ticks); nothing here reads another
+one, so the same data gives the same decisions, in every process and in every replay:
+
+- Prompts are submitted, in the order of the source, while fewer than `in_flight` groups are outstanding.
+- After every tick the batch is looked at. It is ready when there are `groups` complete groups and every group that
+  would be too old for the next train step is complete (late="wait") or dropped (late="drop").
+- The oldest complete groups are trained on. What is left, complete or not, goes on under the next weights.
+
+The age of a group is the learner's version at the train step that consumes it less the version of its oldest sampled
+token. No group is trained on beyond `max_age`. With late="wait" none is ever dropped for its age: at version v at most
+(v + 1 + max_age) x groups have been submitted, so that never more than one batch is due.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajectory_of_data
+from jaxrl_llm.rollout.filters import is_informative
+from jaxrl_llm.rollout.ledger import TRAINED, Ledger
+from jaxrl_llm.sampler.base import Completion, SamplingParams
+from jaxrl_llm.sampler.engine import Carried, Engine
+from jaxrl_llm.types import Prompt, Trajectory
+
+__all__ = ["Schedule", "Stream", "StreamState"]
+
+Late = Literal["wait", "drop"]
+Swap = Literal["keep", "recompute", "drain"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When what is sampled, and how old it may be."""
+
+    groups: int  # of a train step
+    samples: int  # of a group that are trained on
+    max_age: int = 0  # versions
+    in_flight: int | None = None  # groups that are sampled or wait; None: (1 + max_age) * groups
+    ticks: int = 0  # least dispatches of a train step, so that sampling goes on while the batch is full
+    late: Late = "wait"
+    # What becomes of rows under way when the weights change: "keep" their keys and values, "recompute" them, or "drain":
+    # finish all of them first, so that no sample spans versions.
+    swap: Swap = "keep"
+    max_drops: int = 0  # uninformative groups that are replaced in a train step; 0: every group is trained on
+
+    def __post_init__(self):
+        for name, least in (("groups", 1), ("samples", 1), ("max_age", 0), ("ticks", 0), ("max_drops", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Schedule: {name} must be at least {least}, got {getattr(self, name)}.")
+        most = (1 + self.max_age) * self.groups
+        if self.in_flight is not None and not self.groups <= self.in_flight <= most:
+            raise ValueError(
+                f"Schedule: in_flight must be in [{self.groups}, {most}], the groups of a train step and (1 + max_age) times "
+                f"them, got {self.in_flight}."
+            )
+
+    @property
+    def outstanding(self) -> int:
+        """Most groups that have been submitted and are neither trained on nor dropped."""
+        return self.in_flight or (1 + self.max_age) * self.groups
+
+
+class _Prompts(Protocol):
+    def next_batch(self, n: int) -> list[Prompt]: ...
+
+
+Judge = Callable[[Sequence[Completion], int], list[Trajectory]]
+
+
+@dataclasses.dataclass
+class _Group:
+    """A prompt whose samples are not all there."""
+
+    number: int  # of its submission
+    prompt: Prompt
+    ids: dict[int, int]  # of the engine -> index of the sample, those that have not ended
+    done: list[Completion] = dataclasses.field(default_factory=list)  # in the order in which they ended
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """A group that can be trained on."""
+
+    number: int
+    oldest: int  # version of its oldest sampled token
+    trajectories: list[Trajectory]
+
+
+class Stream:
+    """Groups of trajectories, batch by batch, from an engine that goes on between batches."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        source: _Prompts,
+        judge: Judge,
+        sampling: SamplingParams,
+        schedule: Schedule,
+    ):
+        """
+        Args:
+          make_engine: a new engine, without weights.
+          source: prompts, each with a uid of its own.
+          judge: (the completions of a group, its number) -> its trajectories.
+          sampling: of every prompt; with `n` > schedule.samples (over-generation), the samples of a prompt that end
+            last are cancelled as soon as enough have ended.
+        """
+        if sampling.n < schedule.samples:
+            raise ValueError(
+                f"Stream: n={sampling.n} samples of a prompt, schedule.samples={schedule.samples}."
+            )
+        self._make_engine, self._source, self._judge = make_engine, source, judge
+        self.sampling, self.schedule = sampling, schedule
+        self.ledger = Ledger()
+        self._engine: Engine | None = None
+        self._open: dict[int, _Group] = {}  # by number, ascending
+        self._ready: list[_Ready] = []
+        self._submitted = 0
+        self._served: int | None = None  # version of the weights in the engine
+        self._recompute = False  # the next swap follows a barrier
+        self._drops = 0  # uninformative groups in this train step
+        self.ticks = 0  # since the run began
+
+    # ------------------------------------------------------------------------------------- a batch
+
+    def next_batch(
+        self, params: Any, version: int, on_progress: Callable[[int], None] | None = None
+    ) -> tuple[list[Trajectory], dict[str, float]]:
+        """The trajectories of the train step that starts from `params`; groups are numbered from 0.
+
+        Args:
+          version: of `params`, train steps done.
+          on_progress: called after every tick with the samples that the batch has.
+
+        Returns:
+          (trajectories, figures of what was sampled and of how old it is).
+        """
+        schedule, begun = self.schedule, self.ticks
+        barrier = self._recompute and bool(self._open or self._ready)
+        engine = self._swap(params, version)
+        self._drops = 0
+        self._submit()
+        while True:
+            if self.ticks - begun >= schedule.ticks or not engine.busy:
+                self._drop_late(version)
+                if self._complete(version):
+                    break
+            self._tick(version)
+            if on_progress is not None:
+                done = sum(len(g.trajectories) for g in self._ready) + sum(
+                    len(g.done) for g in self._open.values()
+                )
+                on_progress(min(done, schedule.groups * schedule.samples))
+        while schedule.swap == "drain" and engine.busy:
+            self._tick(version)
+        return self._take(version, self.ticks - begun, barrier)
+
+    def _swap(self, params: Any, version: int) -> Engine:
+        if self._engine is None:
+            self._engine = self._make_engine()
+        if self._served != version or self._recompute:
+            recompute = self._recompute or self.schedule.swap == "recompute"
+            self._engine.swap(params, version=version, pages="recompute" if recompute else "keep")
+        self._served, self._recompute = version, False
+        return self._engine
+
+    def _submit(self) -> None:
+        if self._engine is None:
+            raise RuntimeError("stream: prompts are submitted to an engine with weights.")
+        missing = self.schedule.outstanding - len(self._open) - len(self._ready)
+        for prompt in self._source.next_batch(missing) if missing > 0 else []:
+            ids = self._engine.submit(prompt, self.sampling)
+            members = {id: index for index, id in enumerate(ids)}
+            self._open[self._submitted] = _Group(self._submitted, prompt, members)
+            self._submitted += 1
+
+    def _tick(self, version: int) -> None:
+        """One dispatch, and what follows from it."""
+        if self._engine is None or not self._engine.busy:
+            raise RuntimeError("stream: there is nothing to wait for, and the batch is not complete.")
+        ended: dict[int, Completion] = {}
+        for event in self._engine.step():
+            if event.completion is not None:
+                ended[event.id] = event.completion
+        self.ticks += 1
+        for group in list(self._open.values()):
+            for id in [id for id in group.ids if id in ended]:
+                del group.ids[id]
+                group.done.append(ended[id])
+            self._settle(group)
+        self._submit()
+
+    def _settle(self, group: _Group) -> None:
+        """Makes a group ready when enough of its samples have ended; cancels the rest."""
+        n, wanted = self.sampling.n, self.schedule.samples
+        samples = [c for c in group.done if c.index < n]
+        greedy = [c for c in group.done if c.index == n]
+        if len(samples) < wanted or (self.sampling.greedy_too and not greedy):
+            return
+        extra = [c for id in group.ids if (c := self._cancel(id)) is not None] + samples[wanted:]
+        self.ledger.count("over_generated", group.prompt.task, [len(c.tokens) for c in extra])
+        del self._open[group.number]
+        kept = sorted(samples[:wanted], key=lambda c: c.index)
+        trajectories = self._judge([*kept, *greedy], group.number)
+        oldest = min((int(c.versions.min()) for c in kept if len(c.versions)), default=self._served or 0)
+        if self.schedule.max_drops and not is_informative(trajectories):
+            if self._drops < self.schedule.max_drops:
+                self._drops += 1
+                self.ledger.count_trajectories("uninformative", trajectories)
+                return
+            # The limit is reached: the group fills the batch and trains nothing.
+            trajectories = [dataclasses.replace(t, mask=np.zeros_like(t.mask)) for t in trajectories]
+        self._ready.append(_Ready(group.number, oldest, trajectories))
+
+    def _cancel(self, id: int) -> Completion | None:
+        return None if self._engine is None else self._engine.cancel(id)
+
+    def _due(self, oldest: int, version: int) -> bool:
+        """Whether the train step that starts from `version` is the last that may consume it."""
+        return version - oldest >= self.schedule.max_age
+
+    def _late(self, version: int) -> list[_Group]:
+        """Open groups that the next train step may not consume."""
+        if self._engine is None:
+            return []
+        oldest = self._engine.begun_at()
+        late = []
+        for group in self._open.values():
+            versions = [int(c.versions.min()) for c in group.done if len(c.versions)]
+            versions += [oldest[id] for id in group.ids if id in oldest]
+            # A prompt that has no token yet is as old as the weights that will sample its first.
+            if self._due(min(versions, default=version), version):
+                late.append(group)
+        return late
+
+    def _drop_late(self, version: int) -> None:
+        if (
+            self.schedule.late != "drop"
+            or len(self._ready) < self.schedule.groups
+            or not self.schedule.max_age
+        ):
+            return
+        for group in self._late(version):
+            cut = [c for id in group.ids if (c := self._cancel(id)) is not None]
+            self.ledger.count("stale", group.prompt.task, [len(c.tokens) for c in [*group.done, *cut]])
+            del self._open[group.number]
+
+    def _complete(self, version: int) -> bool:
+        if len(self._ready) < self.schedule.groups:
+            return False
+        return not self._late(version)
+
+    def _take(self, version: int, ticks: int, barrier: bool) -> tuple[list[Trajectory], dict[str, float]]:
+        """Takes the oldest complete groups; drops those that are left and too old for the next train step."""
+        schedule = self.schedule
+        queue = sorted(self._ready, key=lambda group: (group.oldest, group.number))
+        chosen, left = queue[: schedule.groups], queue[schedule.groups :]
+        for group in left:
+            if self._due(group.oldest, version):
+                self.ledger.count_trajectories("stale", group.trajectories)
+        self._ready = [group for group in left if not self._due(group.oldest, version)]
+        too_old = [group for group in chosen if version - group.oldest > schedule.max_age]
+        if too_old:
+            raise RuntimeError(
+                f"stream: a group sampled from version {too_old[0].oldest} reached the train step from {version}, beyond "
+                f"max_age={schedule.max_age}."
+            )
+        trajectories = [
+            dataclasses.replace(t, group=number)
+            for number, group in enumerate(sorted(chosen, key=lambda group: group.number))
+            for t in group.trajectories
+        ]
+        self.ledger.count_trajectories(TRAINED, trajectories)
+        self.ledger.count_trajectories("no_signal", [t for t in trajectories if t.reward is None])
+        figures = {
+            "rollout/ticks": float(ticks),
+            "rollout/in_flight_groups": float(len(self._open)),
+            "rollout/ready_groups": float(len(self._ready)),
+            "rollout/barrier": float(barrier),
+        }
+        if self._engine is not None and not self._open:
+            # Nothing is under way: the memory of its pages and weights is the learner's until the next batch.
+            self._engine.release()
+            self._engine, self._served = None, None
+        return trajectories, figures
+
+    # ------------------------------------------------------------------------------------- barriers
+
+    def state(self) -> StreamState:
+        """Everything that the next batch depends on besides weights and source; cheap. Call it between batches."""
+        carried = [] if self._engine is None else self._engine.unfinished()
+        owner = {
+            id: (group.number, index) for group in self._open.values() for id, index in group.ids.items()
+        }
+        return StreamState(
+            submitted=self._submitted,
+            ticks=self.ticks,
+            open=[(g.number, g.prompt, list(g.done)) for g in self._open.values()],
+            rows=[(*owner[id], carry) for id, carry in carried],
+            ready=list(self._ready),
+            ledger=self.ledger.state(),
+        )
+
+    def restore(self, state: StreamState) -> None:
+        """Goes on from a state: a barrier, since the rows under way are computed again under the next weights.
+
+        The run that saved the state does the same, so that it and one that resumes from it stay equal.
+        """
+        self._submitted, self.ticks = state.submitted, state.ticks
+        self._ready = list(state.ready)
+        self.ledger.restore(state.ledger)
+        self._open = {number: _Group(number, prompt, {}, list(done)) for number, prompt, done in state.open}
+        self._engine, self._served, self._recompute = None, None, True
+        if state.rows:
+            self._engine = self._make_engine()
+        for number, index, carried in state.rows:
+            if self._engine is None:
+                raise RuntimeError("stream: rows without an engine.")
+            self._open[number].ids[self._engine.resume(carried, self.sampling)] = index
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamState:
+    """Of a stream, between two batches."""
+
+    submitted: int
+    ticks: int
+    open: list[tuple[int, Prompt, list[Completion]]]
+    rows: list[tuple[int, int, Carried]]  # number of the group, index of the sample; first served first
+    ready: list[_Ready]
+    ledger: dict[str, Any]
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "submitted": self.submitted,
+            "ticks": self.ticks,
+            "open": [[number, to_data(prompt), to_data(done)] for number, prompt, done in self.open],
+            "rows": [
+                [number, index, to_data(row.so_far), row.begun, row.priority]
+                for number, index, row in self.rows
+            ],
+            "ready": [[g.number, g.oldest, to_data(g.trajectories)] for g in self.ready],
+            "ledger": to_data(self.ledger),
+        }
+
+    @classmethod
+    def of(cls, data: Any) -> StreamState:
+        """The state of which `as_data` gave these values."""
+        return cls(
+            submitted=data["submitted"],
+            ticks=data["ticks"],
+            open=[
+                (number, Prompt(**from_data(prompt)), [completion_of(c) for c in done])
+                for number, prompt, done in data["open"]
+            ],
+            rows=[
+                (number, index, Carried(completion_of(row), begun, priority))
+                for number, index, row, begun, priority in data["rows"]
+            ],
+            ready=[
+                _Ready(number, oldest, [trajectory_of_data(t) for t in trajectories])
+                for number, oldest, trajectories in data["ready"]
+            ],
+            ledger=data["ledger"],
+        )
