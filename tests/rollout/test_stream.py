@@ -1,0 +1,275 @@
+"""The stream of rollouts: ages, what is dropped, and that a barrier changes nothing but the keys and values."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.config import TINY
+from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rollout.carry import to_data, trajectory_of_data
+from jaxrl_llm.rollout.collect import staleness_metrics, trajectory_of
+from jaxrl_llm.rollout.stream import Schedule, Stream, StreamState
+from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.types import Prompt
+
+GROUPS, SAMPLES = 3, 2
+
+
+class Prompts:
+    """Endless prompts of one to five tokens."""
+
+    def __init__(self, cursor=0):
+        self.cursor = cursor
+
+    def next_batch(self, n):
+        numbers = range(self.cursor, self.cursor + n)
+        self.cursor += n
+        return [
+            Prompt(uid=f"p{i}", tokens=np.arange(1, 2 + i % 5, dtype=np.int32) + i % 7, task=f"task{i % 2}")
+            for i in numbers
+        ]
+
+
+def judge(completions, group):
+    """Rewards that differ within most groups: whether the first token is even."""
+    return [
+        trajectory_of(c, Score(float(c.tokens[0] % 2)), group=group, temperature=1.0) for c in completions
+    ]
+
+
+def sampling(**changes):
+    # Half of the vocabulary stops, so that lengths differ.
+    stops = tuple(range(0, TINY.vocab_size, 8))
+    return SamplingParams(
+        **{"max_tokens": 24, "n": SAMPLES, "stop_ids": stops, "seed": 5, "min_tokens": 1} | changes
+    )
+
+
+def stream(source, schedule, judge=judge, **changes):
+    sampler = Sampler(TINY, slots=8, page_size=4, max_context=32, steps_per_dispatch=2)
+    return Stream(lambda: sampler.engine(64), source, judge, sampling(**changes), schedule)
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_params):
+    """weights(version): other ones for each."""
+    return lambda version: jax.tree.map(lambda x: x * (1 + 0.05 * version), tiny_params)
+
+
+def plan(**changes):
+    return Schedule(**{"groups": GROUPS, "samples": SAMPLES, "max_age": 2} | changes)
+
+
+def batches(of, weights, number, start=0):
+    return [of.next_batch(weights(version), version) for version in range(start, start + number)]
+
+
+def uids(found):
+    return [t.prompt.uid for trajectories, _ in found for t in trajectories]
+
+
+def same(mine, theirs):
+    """Equal in everything but the seconds."""
+    a, b = to_data(mine), to_data(theirs)
+    for record in (*a, *b):
+        record.pop("timings")
+    return a == b
+
+
+@pytest.mark.parametrize("swap", ["keep", "recompute", "drain"])
+def test_every_prompt_is_trained_on_once_and_none_too_old(weights, swap):
+    found = batches(stream(Prompts(), plan(swap=swap)), weights, 6)
+    ages = []
+    for version, (trajectories, figures) in enumerate(found):
+        assert len(trajectories) == GROUPS * SAMPLES
+        assert sorted({t.group for t in trajectories}) == list(range(GROUPS))
+        oldest = min(int(t.version[t.mask].min()) for t in trajectories)
+        assert 0 <= version - oldest <= 2
+        ages.append(version - oldest)
+        assert figures["rollout/barrier"] == 0
+        spans = {len(set(t.version[t.mask].tolist())) for t in trajectories}
+        assert spans == {1} or swap != "drain"
+    assert max(ages) > 0
+    assert len(uids(found)) == len(set(uids(found))) * SAMPLES
+
+
+def test_prompts_wait_for_no_longer_than_the_bound(weights):
+    """With late="wait" the first prompts are consumed first, and none is lost."""
+    found = batches(stream(Prompts(), plan(max_age=1)), weights, 8)
+    numbers = sorted({int(uid[1:]) for uid in uids(found)})
+    # Never more than one batch is left behind: prompt i is consumed by the train step i / GROUPS + max_age.
+    assert numbers[: 7 * GROUPS] == list(range(7 * GROUPS))
+    for version, (trajectories, _) in enumerate(found):
+        assert all(int(t.prompt.uid[1:]) // GROUPS <= version + 1 for t in trajectories)
+
+
+def test_without_age_it_is_what_generate_samples(weights):
+    source = Prompts()
+    found = batches(stream(source, plan(max_age=0)), weights, 2)
+    sampler = Sampler(TINY, slots=8, page_size=4, max_context=32, steps_per_dispatch=2)
+    prompts = Prompts()
+    for version, (trajectories, figures) in enumerate(found):
+        completions = sampler.generate(
+            weights(version), prompts.next_batch(GROUPS), sampling(), version=version
+        )
+        expected = [
+            trajectory_of(c, Score(float(c.tokens[0] % 2)), group=0, temperature=1.0) for c in completions
+        ]
+        for mine, theirs in zip(trajectories, expected, strict=True):
+            assert mine.prompt.uid == theirs.prompt.uid
+            np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+            np.testing.assert_array_equal(mine.logprob, theirs.logprob)
+            np.testing.assert_array_equal(mine.version, theirs.version)
+        assert figures["rollout/in_flight_groups"] == figures["rollout/ready_groups"] == 0
+    assert source.cursor == 2 * GROUPS
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"swap": "recompute"},
+        {"swap": "drain"},
+        {"late": "drop", "max_age": 1},
+        {"ticks": 5},
+        {"max_drops": 2},
+    ],
+    ids=str,
+)
+def test_a_stream_that_is_saved_goes_on_as_the_one_that_was_not_stopped(weights, changes):
+    source = Prompts()
+    first = stream(source, plan(**changes), n=SAMPLES + 1)
+    batches(first, weights, 3)
+    state = first.state()
+    text = json.dumps({"state": state.as_data(), "cursor": source.cursor})
+    assert state.rows or changes.get("swap") == "drain"
+    first.restore(state)  # the barrier of the run that goes on
+    went_on = batches(first, weights, 3, start=3)
+
+    data = json.loads(text)
+    second = stream(Prompts(data["cursor"]), plan(**changes), n=SAMPLES + 1)
+    second.restore(StreamState.of(data["state"]))
+    resumed = batches(second, weights, 3, start=3)
+    for (mine, figures), (theirs, others) in zip(went_on, resumed, strict=True):
+        assert same(mine, theirs)
+        assert figures == others
+    assert first.ledger.state() == second.ledger.state()
+    assert first.ticks == second.ticks
+
+
+def test_a_barrier_changes_only_what_was_under_way(weights):
+    """The tokens that were there stay; their keys and values are those of the next weights."""
+    source = Prompts()
+    other = stream(source, plan())
+    batches(other, weights, 2)
+    state = other.state()
+    begun = {(n, i): row.so_far.tokens.tolist() for n, i, row in state.rows if len(row.so_far.tokens)}
+    assert begun
+    numbers = {group: prompt.uid for group, prompt, _ in state.open}
+    other.restore(state)
+    later = {}
+    for trajectories, _ in batches(other, weights, 4, start=2):
+        for index, t in enumerate(trajectories):
+            later[t.prompt.uid, index % SAMPLES] = t
+    compared = 0
+    for (number, index), tokens in begun.items():
+        t = later.get((numbers[number], index))
+        if t is not None:
+            assert t.tokens[t.mask][: len(tokens)].tolist() == tokens
+            assert (t.kv_version[t.mask][len(tokens) :] >= 2).all()
+            compared += 1
+    assert compared
+
+
+def test_late_groups_are_dropped_and_told(weights):
+    dropping = stream(Prompts(), plan(late="drop", max_age=1), max_tokens=24)
+    found = batches(dropping, weights, 8)
+    figures, lines = dropping.ledger.step()
+    stale = figures["ledger/stale_samples"]
+    assert stale > 0 and stale % SAMPLES == 0
+    assert sum(line["samples"] for line in lines if line["reason"] == "stale") == stale
+    assert {line["task"] for line in lines} == {"task0", "task1"}
+    for version, (trajectories, _) in enumerate(found):
+        assert all(version - t.version[t.mask].min() <= 1 for t in trajectories)
+    trained = {int(uid[1:]) for uid in uids(found)}
+    dropped = stale / SAMPLES
+    assert len(trained) == 8 * GROUPS
+    assert max(trained) + 1 <= 8 * GROUPS + dropped + GROUPS
+
+
+def test_more_samples_than_needed_are_cancelled(weights):
+    over = stream(Prompts(), plan(max_age=0), n=SAMPLES + 2)
+    found = batches(over, weights, 2)
+    figures, _ = over.ledger.step()
+    assert figures["ledger/over_generated_samples"] == 2 * GROUPS * 2
+    assert all(len(trajectories) == GROUPS * SAMPLES for trajectories, _ in found)
+    whole = batches(stream(Prompts(), plan(max_age=0, samples=SAMPLES + 2), n=SAMPLES + 2), weights, 2)
+    lengths = [
+        np.mean([t.mask.sum() for trajectories, _ in each for t in trajectories]) for each in (found, whole)
+    ]
+    assert lengths[0] < lengths[1]  # the longest are cancelled: what the ledger is for
+    assert over.ledger.length_bias < 0
+
+
+def test_groups_that_say_nothing_are_replaced_up_to_a_limit(weights):
+    def all_wrong(completions, group):
+        return [trajectory_of(c, Score(0.0), group=group, temperature=1.0) for c in completions]
+
+    useless = stream(Prompts(), plan(max_age=0, max_drops=4), judge=all_wrong)
+    trajectories, _ = useless.next_batch(weights(0), 0)
+    figures, _ = useless.ledger.step()
+    assert figures["ledger/uninformative_samples"] == 4 * SAMPLES
+    assert len(trajectories) == GROUPS * SAMPLES
+    assert not any(t.mask.any() for t in trajectories)  # nothing of them is trained
+
+
+def test_records_survive_json(weights):
+    trajectories, _ = stream(
+        Prompts(), plan(max_age=0), top_logprobs=3, top_k=20, record_support=4
+    ).next_batch(weights(0), 0)
+    again = [trajectory_of_data(d) for d in json.loads(json.dumps(to_data(trajectories)))]
+    assert same(trajectories, again)
+    for mine, theirs in zip(trajectories, again, strict=True):
+        for name in ("tokens", "logprob", "support_ids", "top_logprob"):
+            a, b = getattr(mine, name), getattr(theirs, name)
+            assert a.dtype == b.dtype and a.shape == b.shape
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(TypeError, match="set is no JSON value"):
+        to_data({"x": {1, 2}})
+
+
+def test_ages_of_tokens():
+    from jaxrl_llm.sampler.base import Completion
+    from jaxrl_llm.types import StopReason
+
+    completion = Completion(
+        prompt=Prompt(uid="a", tokens=np.array([1, 2], np.int32)),
+        index=0,
+        tokens=np.array([3, 4, 5], np.int32),
+        logprobs=np.zeros(3, np.float32),
+        stop=StopReason.EOS,
+        versions=np.array([4, 5, 5], np.int32),
+        kv_versions=np.array([4, 4, 5], np.int32),
+    )
+    trajectory = trajectory_of(completion, Score(1.0), group=0, temperature=1.0)
+    found = staleness_metrics([trajectory], 6)
+    assert found["staleness/age_mean"] == pytest.approx(4 / 3)
+    assert found["staleness/kv_age_mean"] == pytest.approx(5 / 3)
+    assert found["staleness/age_max"] == 2 and found["staleness/spans"] == 1
+    assert [found[f"staleness/age_{a}"] for a in range(3)] == pytest.approx([0, 2 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": 0}, "groups must be at least 1"),
+        ({"max_age": -1}, "max_age must be at least 0"),
+        ({"in_flight": 2}, r"in_flight must be in \[3, 9\]"),
+        ({"in_flight": 10}, r"in_flight must be in \[3, 9\]"),
+    ],
+)
+def test_schedules_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
