@@ -370,24 +370,18 @@ def schedule_of(config: Config) -> Schedule | None:
     s, r = config.schedule, config.rollout
     if s == ScheduleSettings():
         return None
-    if s.max_age == 0 and (s.late == "drop" or s.swap != "keep"):
+    if s.max_age == 0 and s.swap != "keep":
         raise InputError(
-            "schedule: late and swap say what becomes of samples under way when a train step has what it needs, and with "
-            "max_age=0 none are. Raise schedule.max_age, or leave them out."
+            f"schedule.swap: {s.swap} says what becomes of samples under way when the weights change, and with max_age=0 none "
+            "are. Raise schedule.max_age, or leave swap out."
         )
-    try:
-        return Schedule(
-            groups=r.prompts,
-            samples=r.group_size,
-            max_age=s.max_age,
-            in_flight=s.in_flight,
-            ticks=s.ticks,
-            late=s.late,
-            swap=s.swap,
-            max_drops=r.refill_rounds * r.prompts,
-        )
-    except ValueError as error:
-        raise InputError(f"{error} Set schedule.in_flight, schedule.max_age or rollout.prompts.") from None
+    return Schedule(
+        groups=r.prompts,
+        samples=r.group_size,
+        max_age=s.max_age,
+        swap=s.swap,
+        max_drops=r.refill_rounds * r.prompts,
+    )
 
 
 def build_mesh(config: Config) -> jax.sharding.Mesh | None:

@@ -129,14 +129,10 @@ class RolloutSettings:
 class ScheduleSettings:
     """When what is sampled. By default strictly on-policy: a train step waits for its own samples (rollout/stream.py)."""
 
-    # Train steps that the oldest token of a group may lag behind; 0: synchronous. More: prompts are submitted ahead, and
-    # samples that are not complete at a train step go on under the next weights.
+    # Train steps that the oldest token of a group may lag behind; 0: synchronous. More: rollout.prompts x (1 + max_age)
+    # prompts are under way, and samples that are not complete at a train step go on under the next weights. A group that
+    # would be too old for the next train step is waited for: none is dropped.
     max_age: Natural = 0
-    in_flight: Positive | None = None  # prompts under way; default: rollout.prompts x (1 + max_age), the most
-    ticks: Natural = 0  # least decode dispatches of a train step
-    # Groups that would be too old for the next train step: wait for them | drop them once the batch is full, which loses
-    # the longest answers.
-    late: Literal["wait", "drop"] = "wait"
     # Samples under way when the weights change: keep their K/V | recompute them | drain: finish the samples first
     swap: Literal["keep", "recompute", "drain"] = "keep"
     # Samples of a prompt beyond group_size; the last to end are cancelled. Saves waiting, and favours short answers.

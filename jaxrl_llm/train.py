@@ -2,6 +2,8 @@
 
 One train step, in the order in which it happens:
 
+ 0. With a schedule, 1 to 3 are a stream that outlives train steps (`rollout.stream`): samples under way go on under
+    the next weights, and no group older than schedule.max_age is trained on.
  1. `PromptSource` gives the next prompts; their text became token ids in `rollout.task`.
  2. `Sampler.generate` draws a group of completions for each; every token carries its behavior log-prob and
     the version of the policy that drew it (and, where the objective reads them, the likeliest tokens in its place;
@@ -72,6 +74,7 @@ from jaxrl_llm.learner.score import (
     topk_size,
 )
 from jaxrl_llm.learner.share import trajectory_shares
+from jaxrl_llm.learner.staleness import make_ratios_by_age
 from jaxrl_llm.learner.state import finish_train_step, init_state, move_reference, reset_reference
 from jaxrl_llm.learner.trust_region import make_trust_region_step
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
@@ -177,6 +180,9 @@ class BaseRun(abc.ABC):
     notes: tuple[str, ...] = ()  # for whoever started it, shown once
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
+    ratios_by_age: Callable[[TokenBatch], dict[str, float]] | None = (
+        None  # where batches hold tokens of several ages
+    )
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
     ledger_lines: Sequence[dict[str, Any]] = ()  # of the last train step, for ledger.jsonl
     parity: dict[str, Any] | None = None  # the parity certificate of the policy that this process began with
@@ -368,6 +374,9 @@ class BaseRun(abc.ABC):
         if self.exact is not None and "logprob_proximal" in self.needed:
             batch = batch.replace(logprob_proximal=self.exact(self.state.params, batch))
         batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists, self.teach)
+        moved = {}
+        if self.ratios_by_age is not None and batch.logprob_proximal is not None:
+            moved = self.ratios_by_age(batch)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         jax.block_until_ready(batch)
         scored = time.perf_counter()
@@ -396,7 +405,7 @@ class BaseRun(abc.ABC):
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
         self.masses = masses
-        return merge_updates(jax.device_get(updates)), {
+        return merge_updates(jax.device_get(updates)) | moved, {
             "time/score": scored - begin,
             "time/update": done - scored,
         }
@@ -513,6 +522,7 @@ class Run(BaseRun):
         self.stream = None
         if schedule is not None:
             self.stream = Stream(self.make_engine, self.source, self.judge, self.sampling, schedule)
+            self.ratios_by_age = make_ratios_by_age(min(schedule.max_age, 8))
         self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
         if self.scorer is not None:
             self.exact = make_exact_score(self.scorer.of_sampling(self.sampling))

@@ -487,6 +487,7 @@ _PLAIN_FIGURES = (
     ("rounds", "rollout/rounds", _whole),
     ("entropy", "policy/entropy", _small),
     ("kl", "policy/kl_behavior", _small),
+    ("age", "staleness/age_mean", _small),
     ("clip", "policy/clip_fraction", _percent),
     ("gap", "policy/logprob_gap_max", _small),
     ("grad", "optimizer/grad_norm", _small),

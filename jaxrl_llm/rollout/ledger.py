@@ -118,8 +118,8 @@ class Ledger:
         return (
             f"Dropping samples bends the data: the {dropped.samples:,} that were dropped (most of them: {worst}) had "
             f"{dropped.mean:.1f} tokens on average, the {trained.samples:,} that were trained on {trained.mean:.1f}, which is "
-            f"{abs(self.length_bias):.0%} {'less' if self.length_bias < 0 else 'more'} than all that was sampled. Raise "
-            "schedule.max_age or let late groups be waited for (schedule.late=wait), and lower schedule.over_generation."
+            f"{abs(self.length_bias):.0%} {'less' if self.length_bias < 0 else 'more'} than all that was sampled. Lower "
+            "schedule.over_generation or rollout.refill_rounds, or say so where you report results."
         )
 
     def step(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
