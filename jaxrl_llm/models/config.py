@@ -19,14 +19,14 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A Llama-family decoder: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder of the Llama and Qwen families: pre-norm, rotary positions, grouped-query attention, SwiGLU.
 
     `dtype` is the compute dtype of activations and matrix products; `head_dtype` that of the operands of
     the output head (None = `dtype`). Logits and log-sum-exp are always accumulated in f32, and both the
     sampler and the learner read these two fields, so that they compute the same numbers.
     """
 
-    family: str = "llama"
+    family: str = "llama"  # model_type of the Hugging Face config
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -43,8 +43,12 @@ class ModelConfig:
     pad_id: int | None = None
     dtype: str = "float32"
     head_dtype: str | None = None
-    # A vector beside the output head, for a scalar at each token. Not in the repr, which identifies a preset.
-    value_head: bool = dataclasses.field(default=False, repr=False)
+    # The fields from here on are not in the repr, which identifies a preset.
+    value_head: bool = dataclasses.field(default=False, repr=False)  # a vector for a scalar at each token
+    attention_bias: bool = dataclasses.field(default=False, repr=False)  # of q, k and v (Qwen2)
+    qk_norm: bool = dataclasses.field(
+        default=False, repr=False
+    )  # RMS norm of each query and key head (Qwen3)
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -67,6 +71,10 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Trained scalars; a tied head counts once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        if self.attention_bias:
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        if self.qk_norm:
+            attention += 2 * self.head_dim
         layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
         heads = 1 if self.tie_embeddings else 2
         vectors = 2 if self.value_head else 1

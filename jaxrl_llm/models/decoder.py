@@ -95,9 +95,17 @@ def decoder_layer(
     B, T, _ = x_BTD.shape
     K = config.head_dim
     h = rms_norm(x_BTD, layer["attn_norm"], config.rms_norm_eps)
-    q = product(h, layer["q"]).reshape(B, T, config.num_heads, K)
-    k = product(h, layer["k"]).reshape(B, T, config.num_kv_heads, K)
-    v = product(h, layer["v"]).reshape(B, T, config.num_kv_heads, K)
+
+    def heads(name: str, count: int) -> Array:
+        y = product(h, layer[name])
+        if config.attention_bias:
+            y = y + layer[f"{name}_bias"].astype(y.dtype)
+        return y.reshape(B, T, count, K)
+
+    q, k, v = heads("q", config.num_heads), heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
+    if config.qk_norm:
+        q = rms_norm(q, layer["q_norm"], config.rms_norm_eps)
+        k = rms_norm(k, layer["k_norm"], config.rms_norm_eps)
     attended, carry = attend(apply_rope(q, rope), apply_rope(k, rope), v)
     x_BTD = x_BTD + product(attended.reshape(B, T, config.num_heads * K), layer["o"])
     h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)

@@ -43,6 +43,12 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
         "up": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
         "down": ParamSpec((L, F, D), ("layers", "mlp", "embed"), "normal", F),
     }
+    if config.attention_bias:
+        for name, size, axis in (("q", Q, "heads"), ("k", KV, "kv_heads"), ("v", KV, "kv_heads")):
+            layer[f"{name}_bias"] = ParamSpec((L, size), ("layers", axis), "zeros")
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            layer[name] = ParamSpec((L, config.head_dim), ("layers", None), "ones")
     specs: dict[str, Any] = {
         "embed": ParamSpec((V, D), ("vocab", "embed"), "embed"),
         "layers": layer,

@@ -47,6 +47,8 @@ def test_config_defaults_are_those_of_the_family():
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10_000.0)
     assert (config.tie_embeddings, config.rms_norm_eps, config.rope_scaling) == (False, 1e-6, None)
     assert (config.eos_ids, config.pad_id, config.max_positions) == ((), None, 2048)
+    qwen3 = config_from_hf(_raw(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=None), {})
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.attention_bias) == (128, True, False)
 
 
 def test_both_spellings_of_rope_scaling():
@@ -78,13 +80,15 @@ def test_stop_ids_come_from_the_generation_config_first():
     ("changes", "message"),
     [
         (
-            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-            r"Qwen2ForCausalLM \(model_type qwen2\)",
+            {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
+            r"Gemma2ForCausalLM \(model_type gemma2\)",
         ),
         ({"model_type": ...}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ({"use_sliding_window": True}, "sliding-window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported. Supported: silu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),

@@ -177,7 +177,7 @@ def _fill(
     def leaf(path, spec: ParamSpec):
         key = tuple(entry.key for entry in path)
         for name, slot in by_leaf[key]:  # before there is memory for what a damaged config asks for
-            shape = spec.shape if slot.layer is None else spec.shape[1:]
+            shape = spec.shape[len(slot.at) :]
             shape = shape[::-1] if slot.transpose else shape
             if tensors[name].shape != shape:
                 raise InputError(
@@ -185,7 +185,7 @@ def _fill(
                 )
         values = np.empty(spec.shape, np.float32)
         for name, slot in by_leaf[key]:
-            target, stored = values if slot.layer is None else values[slot.layer], tensors[name]
+            target, stored = values[slot.at], tensors[name]
             target[...] = stored.read().T if slot.transpose else stored.read()
         if not np.isfinite(values.sum()):
             bad = [name for name, _ in by_leaf[key] if not np.isfinite(tensors[name].read()).all()]

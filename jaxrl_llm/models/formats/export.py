@@ -42,7 +42,7 @@ def _check_tree(params: Any, config: ModelConfig) -> None:
 
 def _value(params: Any, slot: Slot) -> np.ndarray:
     leaf = _leaf(params, slot.path)
-    value = np.asarray(jax.device_get(leaf if slot.layer is None else leaf[slot.layer]))
+    value = np.asarray(jax.device_get(leaf[slot.at] if slot.at else leaf))
     return value.T if slot.transpose else value
 
 
@@ -68,7 +68,7 @@ def save_hf(config: ModelConfig, params: Any, tokenizer: Tokenizer | None, folde
 
     def layout(name: str, slot: Slot) -> TensorLayout:
         leaf = _leaf(params, slot.path)
-        shape = tuple(leaf.shape if slot.layer is None else leaf.shape[1:])
+        shape = tuple(leaf.shape[len(slot.at) :])
         return TensorLayout(name, np.dtype(leaf.dtype), shape[::-1] if slot.transpose else shape)
 
     layouts = [layout(name, slot) for name, slot in slots.items()]

@@ -1,4 +1,4 @@
-"""The Llama family on disk: `config.json` to and from `ModelConfig`, tensor names to and from the tree."""
+"""The Llama and Qwen families on disk: `config.json` to and from `ModelConfig`, tensor names to and from the tree."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig, RopeScaling
+from jaxrl_llm.models.params import parameter_specs
 from jaxrl_llm.tokens.tokenizer import id_list
 
 __all__ = [
@@ -21,16 +22,27 @@ __all__ = [
     "tensor_slots",
 ]
 
-SUPPORTED = {"llama": "LlamaForCausalLM"}  # model_type -> architecture
+SUPPORTED = {  # model_type -> architecture
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers of old exports, a function of the config: not loaded
+
+_DEFAULT_HEAD_DIM = {"qwen3": 128}  # others: hidden_size / num_attention_heads
 
 _LAYER = {  # leaf of the tree: (name in the file, stored as W in W @ x and so transposed)
     "attn_norm": ("input_layernorm.weight", False),
     "q": ("self_attn.q_proj.weight", True),
     "k": ("self_attn.k_proj.weight", True),
     "v": ("self_attn.v_proj.weight", True),
+    "q_bias": ("self_attn.q_proj.bias", False),
+    "k_bias": ("self_attn.k_proj.bias", False),
+    "v_bias": ("self_attn.v_proj.bias", False),
+    "q_norm": ("self_attn.q_norm.weight", False),
+    "k_norm": ("self_attn.k_norm.weight", False),
     "o": ("self_attn.o_proj.weight", True),
     "mlp_norm": ("post_attention_layernorm.weight", False),
     "gate": ("mlp.gate_proj.weight", True),
@@ -43,19 +55,21 @@ class Slot(NamedTuple):
     """Where one stored tensor belongs in the parameter tree."""
 
     path: tuple[str, ...]
-    layer: int | None  # index on the leading axis of the leaf, None = the whole leaf
+    at: tuple[int, ...]  # indices on the leading axes of the leaf, () = the whole leaf
     transpose: bool
 
 
 def tensor_slots(config: ModelConfig) -> dict[str, Slot]:
     """{name in the file: Slot}, every parameter exactly once, in the order of the usual exports."""
-    slots = {EMBED_NAME: Slot(("embed",), None, False)}
+    slots = {EMBED_NAME: Slot(("embed",), (), False)}
+    leaves = parameter_specs(config)["layers"]
     for i in range(config.num_layers):
         for leaf, (name, transpose) in _LAYER.items():
-            slots[f"model.layers.{i}.{name}"] = Slot(("layers", leaf), i, transpose)
-    slots["model.norm.weight"] = Slot(("final_norm",), None, False)
+            if leaf in leaves:
+                slots[f"model.layers.{i}.{name}"] = Slot(("layers", leaf), (i,), transpose)
+    slots["model.norm.weight"] = Slot(("final_norm",), (), False)
     if not config.tie_embeddings:
-        slots[HEAD_NAME] = Slot(("head",), None, True)
+        slots[HEAD_NAME] = Slot(("head",), (), True)
     return slots
 
 
@@ -80,6 +94,9 @@ def _architecture(raw: Mapping[str, Any], where: str) -> None:
     for field, allowed in (("attention_bias", "false"), ("mlp_bias", "false")):
         if raw.get(field):
             raise _refuse(where, f"{field}={raw[field]!r}", f"{field}={allowed} (no biases)")
+    layer_types = raw.get("layer_types") or []
+    if raw.get("use_sliding_window") or any(kind != "full_attention" for kind in layer_types):
+        raise _refuse(where, "sliding-window attention", "full attention in every layer")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise _refuse(where, f"hidden_act={raw['hidden_act']!r}", "silu")
     if raw.get("quantization_config"):
@@ -128,7 +145,7 @@ def config_from_hf(
     dtype: str = "float32",
     where: str = "config.json",
 ) -> ModelConfig:
-    """`ModelConfig` of a Llama-family `config.json` and `generation_config.json` (may be empty).
+    """`ModelConfig` of a `config.json` and `generation_config.json` (may be empty).
 
     Stop ids are those of the generation config, else of the config. `dtype` is the compute dtype.
 
@@ -146,9 +163,10 @@ def config_from_hf(
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     kv_heads = size("num_key_value_heads", heads)
-    if raw.get("head_dim") is None and hidden % heads:
+    if raw.get("head_dim") is None and raw["model_type"] not in _DEFAULT_HEAD_DIM and hidden % heads:
         raise InputError(f"{where}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}.")
-    head_dim = size("head_dim", hidden // heads)
+    family = raw["model_type"]
+    head_dim = size("head_dim", _DEFAULT_HEAD_DIM.get(family, hidden // heads))
     if head_dim % 2:
         raise InputError(f"{where}: head_dim={head_dim} must be even (rotary positions pair its entries).")
     if heads % kv_heads:
@@ -175,7 +193,7 @@ def config_from_hf(
         )
     theta, scaling = _rope(raw, where)
     return ModelConfig(
-        family="llama",
+        family=family,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=size("intermediate_size"),
@@ -191,6 +209,8 @@ def config_from_hf(
         eos_ids=eos,
         pad_id=pad[0] if pad else None,
         dtype=dtype,
+        attention_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
     )
 
 
@@ -213,7 +233,6 @@ def config_to_hf(config: ModelConfig, *, bos_id: int | None = None) -> tuple[dic
     raw = {
         "architectures": [SUPPORTED[config.family]],
         "model_type": config.family,
-        "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": bos_id,
         "eos_token_id": _plain_ids(config.eos_ids),
@@ -224,7 +243,6 @@ def config_to_hf(config: ModelConfig, *, bos_id: int | None = None) -> tuple[dic
         "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_positions,
-        "mlp_bias": False,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
@@ -236,6 +254,12 @@ def config_to_hf(config: ModelConfig, *, bos_id: int | None = None) -> tuple[dic
         "use_cache": True,
         "vocab_size": config.vocab_size,
     }
+    if config.family != "qwen2":  # whose q, k and v always have biases
+        raw["attention_bias"] = False
+    if config.family == "llama":
+        raw["mlp_bias"] = False
+    else:
+        raw["use_sliding_window"] = False
     generation = {
         name: raw[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[name] is not None
     }
