@@ -100,6 +100,7 @@ class Service:
         )
         self.prompt_tokens = counter("jaxrl_prompt_tokens_total", "Tokens of prompts, once a request.")
         self.tokens = counter("jaxrl_completion_tokens_total", "Sampled tokens given.")
+        self.rate = metrics.Rate()  # of sampled tokens given
         self.updates = counter("jaxrl_weight_updates_total", "Weight swaps.")
         self.first_token = histogram(
             "jaxrl_time_to_first_token_seconds", "From the request to its first token."
@@ -162,6 +163,7 @@ class Service:
         self._last = now
         self.ended.add(finish_reason=reply.finish_reason(completion))
         self.tokens.add(len(completion.tokens))
+        self.rate.add(len(completion.tokens))
         if "queued" in completion.timings:
             self.queue_delay.observe(completion.timings["queued"])
         if not job.open:
@@ -337,6 +339,8 @@ class Service:
         view = self.worker.view
         stats = view.stats
         used = 1 - view.free_pages / view.pages if view.pages else 0.0
+        unfilled = 1 - view.filled_share if view.filled_share else 0.0
+        prompts = stats.reused_tokens + stats.prefilled_tokens
         now: dict[str, tuple[str, str, float]] = {
             "jaxrl_requests_in_flight": ("gauge", "Requests that are not answered yet.", self.in_flight),
             "jaxrl_completions_open": ("gauge", "Completions that clients wait for.", self._open),
@@ -345,6 +349,26 @@ class Service:
             "jaxrl_pages": ("gauge", "Pages of the K/V cache.", view.pages),
             "jaxrl_pages_free": ("gauge", "Pages that hold nothing.", view.free_pages),
             "jaxrl_pages_used_ratio": ("gauge", "Share of the pages in use.", used),
+            "jaxrl_pages_fragmentation_ratio": (
+                "gauge",
+                "Share of the room in the pages of running rows that holds no token yet.",
+                unfilled,
+            ),
+            "jaxrl_tokens_per_second": (
+                "gauge",
+                "Sampled tokens of completions given in the last minute, a second.",
+                self.rate.per_second(),
+            ),
+            "jaxrl_batch_occupancy_ratio": (
+                "gauge",
+                "Live rows over slots, mean over all decode steps.",
+                stats.occupancy,
+            ),
+            "jaxrl_prefix_hit_ratio": (
+                "gauge",
+                "Share of the tokens of prompts that was found in pages instead of computed.",
+                stats.reused_tokens / prompts if prompts else 0.0,
+            ),
             "jaxrl_slots": ("gauge", "Rows that are decoded together.", stats.slots),
             "jaxrl_policy_version": ("gauge", "Train steps done by the policy that is served.", view.version),
             "jaxrl_paused": ("gauge", "1 between /pause and /resume.", view.paused),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["CONTENT_TYPE", "Counter", "Histogram", "SECONDS", "render"]
+__all__ = ["CONTENT_TYPE", "Counter", "Histogram", "Rate", "SECONDS", "render"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -66,6 +68,33 @@ class Histogram:
             yield f'{self.name}_bucket{{le="{bound}"}} {total}'
         yield f"{self.name}_sum {_value(self._sum)}"
         yield f"{self.name}_count {total}"
+
+
+class Rate:
+    """Amount a second over the last `window` seconds, or since the start when that is shorter."""
+
+    def __init__(self, window: float = 60.0, clock: Callable[[], float] = time.monotonic):
+        self._window, self._clock = window, clock
+        self._began = clock()
+        self._recent: deque[tuple[float, float]] = deque()  # (when, amount), oldest first
+        self._sum = 0.0
+
+    def add(self, amount: float) -> None:
+        """Counts an amount, now."""
+        self._recent.append((self._clock(), amount))
+        self._sum += amount
+        self._drop()
+
+    def per_second(self) -> float:
+        """The rate at this moment."""
+        self._drop()
+        seconds = min(self._window, self._clock() - self._began)
+        return self._sum / seconds if seconds > 0 else 0.0
+
+    def _drop(self) -> None:
+        oldest = self._clock() - self._window
+        while self._recent and self._recent[0][0] < oldest:
+            self._sum -= self._recent.popleft()[1]
 
 
 def render(measured: Iterable[Counter | Histogram], now: Mapping[str, tuple[str, str, float]]) -> str:

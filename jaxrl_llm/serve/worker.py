@@ -58,6 +58,8 @@ class Engine(Protocol):
     def free_pages(self) -> int: ...
     @property
     def pages(self) -> int: ...
+    @property
+    def filled_share(self) -> float: ...
     def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
     def submit(self, prompt: Prompt, sampling: SamplingParams, *, priority: int = 0) -> list[int]: ...
     def cancel(self, id: int) -> Completion | None: ...
@@ -89,6 +91,7 @@ class View:
     running: int
     free_pages: int
     pages: int
+    filled_share: float  # tokens of running rows over the room in their pages; 0 without rows
     version: int
     fingerprint: str
     paused: bool
@@ -238,6 +241,7 @@ class Worker:
             running=engine.running,
             free_pages=engine.free_pages,
             pages=engine.pages,
+            filled_share=engine.filled_share,
             version=self._version,
             fingerprint=self._fingerprint,
             paused=self._paused,

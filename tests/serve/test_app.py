@@ -11,6 +11,8 @@ import warnings
 
 import pytest
 
+from jaxrl_llm.serve.metrics import Rate
+
 
 def endless(prompt, index):
     return itertools.repeat(97)
@@ -260,3 +262,52 @@ def test_nothing_is_left_behind_by_many_clients(scripted, eventually):
         assert {t.result[2]["choices"][0]["text"] for t in threads} == {"hello"}
         eventually(lambda: place.service.in_flight == 0)
         assert place.service._open == 0 and not place.worker._rows and not place.engine.busy
+
+
+def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
+    with scripted(endless, slots=2, queued=4) as place:
+
+        def figures():
+            with urllib.request.urlopen(place.url + "/metrics") as answer:
+                lines = answer.read().decode().splitlines()
+            return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+        idle = figures()
+        assert idle["jaxrl_tokens_per_second"] == idle["jaxrl_pages_fragmentation_ratio"] == 0
+        assert call(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 7})[0] == 200
+        place.engine.stats.reused_tokens, place.engine.stats.prefilled_tokens = 30, 10
+        place.engine.stats.decode_steps, place.engine.stats.decoded_tokens = 10, 15
+        thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 2000})
+        eventually(lambda: place.worker.view.running == 1)
+        call(place.url + "/pause", method="POST")
+        found = figures()
+        assert 0 < found["jaxrl_tokens_per_second"] and found["jaxrl_completion_tokens_total"] == 7
+        assert found["jaxrl_pages_fragmentation_ratio"] == 0.25 and found["jaxrl_prefix_hit_ratio"] == 0.75
+        assert found["jaxrl_batch_occupancy_ratio"] == 0.75
+        assert 0 < found["jaxrl_pages_used_ratio"] < 1 and found["jaxrl_slots"] == 2
+        for name in ("time_to_first_token", "queue_delay", "request"):
+            assert (
+                found[f"jaxrl_{name}_seconds_count"]
+                == found[f'jaxrl_{name}_seconds_bucket{{le="+Inf"}}']
+                == 1
+            )
+        assert found["jaxrl_preemptions_total"] == found["jaxrl_page_evictions_total"] == 0
+        call(place.url + "/pause?mode=abort", method="POST")
+        thread.join(20)
+        assert thread.result[0] == 200
+
+
+def test_a_rate_forgets_what_is_older_than_its_window():
+    now = [100.0]
+    rate = Rate(window=10.0, clock=lambda: now[0])
+    assert rate.per_second() == 0
+    now[0] = 105.0
+    rate.add(50)
+    assert rate.per_second() == 10  # over the 5 seconds since the start
+    now[0] = 114.0
+    rate.add(30)
+    assert rate.per_second() == 8
+    now[0] = 116.0
+    assert rate.per_second() == 3
+    now[0] = 200.0
+    assert rate.per_second() == 0
