@@ -556,6 +556,10 @@ class Run(BaseRun):
             version=self.version,
             on_progress=on_progress,
         )
+        return self.collect(completions)
+
+    def collect(self, completions: Sequence[Completion]) -> tuple[list[Trajectory], dict[str, float]]:
+        """The trajectories of completions, greedy ones as their baselines, with `rollout_metrics`."""
         n = self.sampling.n
         return collect(
             [c for c in completions if c.index < n],
@@ -568,16 +572,7 @@ class Run(BaseRun):
 
     def judge(self, completions: Sequence[Completion], group: int) -> list[Trajectory]:
         """The trajectories of one group of the stream."""
-        n = self.sampling.n
-        trajectories, _ = collect(
-            [c for c in completions if c.index < n],
-            self.policy.task,
-            self.tokenizer,
-            temperature=self.config.rollout.temperature,
-            parts=[name for name in self.parts if name != "reward"],
-            baselines=[c for c in completions if c.index == n] if self.sampling.greedy_too else None,
-        )
-        return [dataclasses.replace(t, group=group) for t in trajectories]
+        return [dataclasses.replace(t, group=group) for t in self.collect(completions)[0]]
 
     def make_engine(self) -> Engine:
         """An engine for the stream."""

@@ -146,6 +146,6 @@ class Ledger:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
-        self.__init__()  # type: ignore[misc]
+        self._cells, self._step = {}, {}
         self._sums = {reason: _Sums(*sums) for reason, sums in state["sums"].items()}
         self._warned = bool(state["warned"])
