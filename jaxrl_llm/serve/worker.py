@@ -252,8 +252,9 @@ class Worker:
             try:
                 self._carry_out(wait=not self._has_work())
                 if self._has_work():
-                    self._hand_out(self._engine.step())
-                    self.view = self._look()
+                    events = self._engine.step()
+                    self.view = self._look()  # before the caller hears of it
+                    self._hand_out(events)
             except Exception as error:  # its state is unknown now: nothing more is asked of it
                 traceback.print_exc()
                 self._fail(error)
@@ -327,6 +328,7 @@ class Worker:
                 )
             given.setdefault(job, []).append(part)
         self._rows.clear()
+        self.view = self._look()  # before the callers hear of it
         self._give(given)
 
     def _swap(self, params: Any, version: int, pages: str, expect: str | None) -> str:

@@ -277,6 +277,7 @@ def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
         assert call(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 7})[0] == 200
         place.engine.stats.reused_tokens, place.engine.stats.prefilled_tokens = 30, 10
         place.engine.stats.decode_steps, place.engine.stats.decoded_tokens = 10, 15
+        assert place.worker.view.running == 0  # who has the answer sees what it freed
         thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 2000})
         eventually(lambda: place.worker.view.running == 1)
         call(place.url + "/pause", method="POST")
