@@ -48,10 +48,13 @@ def test_long_tails_idle_the_synchronous_fleet_and_not_the_asynchronous_one():
 
 
 class TickEngine:
-    """Rows of lengths known beforehand in slots, first come first served, one token a step."""
+    """Rows of lengths known beforehand in slots, first come first served.
 
-    def __init__(self, slots, sizes):
-        self.slots, self.sizes, self.version = slots, sizes, 0
+    A step adds up to `per` tokens to each; it ends early as a dispatch of `sampler.engine` does.
+    """
+
+    def __init__(self, slots, sizes, per=1):
+        self.slots, self.sizes, self.version, self.per = slots, sizes, 0, per
         self.waiting, self.placed, self.next = collections.deque(), {}, 0
 
     def swap(self, params, *, version, pages):
@@ -69,8 +72,13 @@ class TickEngine:
         while self.waiting and len(self.placed) < self.slots:
             id, row = self.waiting.popleft()
             self.placed[id] = row
-        for row in self.placed.values():
-            row.versions.append(self.version)
+        running = list(self.placed.values())
+        for _ in range(self.per):
+            for row in running:
+                row.versions.append(self.version)
+            before, running = running, [row for row in running if len(row.versions) < row.size]
+            if not running or (self.waiting and len(running) < len(before)):
+                break
         ended = sorted(id for id, row in self.placed.items() if len(row.versions) == row.size)
         return [SimpleNamespace(id=id, completion=_completion(self.placed.pop(id))) for id in ended]
 
@@ -106,7 +114,7 @@ class Row:
     group: int = 0
 
 
-@pytest.mark.parametrize("slots", [5, 16, 100])
+@pytest.mark.parametrize("slots, per", [(5, 1), (16, 1), (100, 1), (5, 4), (16, 3), (100, 8)])
 @pytest.mark.parametrize(
     "settings, n",
     [
@@ -118,11 +126,11 @@ class Row:
         ({"max_age": 3, "in_flight": 6, "ticks": 3}, 2),
     ],
 )
-def test_counts_are_those_of_the_stream(settings, n, slots):
+def test_counts_are_those_of_the_stream(settings, n, slots, per):
     schedule, steps = Schedule(groups=4, samples=2, **settings), 25
     sizes = lognormal_lengths(6, 50, most=200, seed=3)(20_000).tolist()
     engine_sizes, own = iter(sizes), iter(sizes)
-    engine = TickEngine(slots, engine_sizes)
+    engine = TickEngine(slots, engine_sizes, per)
     source = SimpleNamespace(next_batch=lambda k: [SimpleNamespace(task="t") for _ in range(k)])
 
     def judge(done, number):
@@ -139,7 +147,7 @@ def test_counts_are_those_of_the_stream(settings, n, slots):
     sums = stream.ledger.state()["sums"]
     found = simulate(
         schedule,
-        Fleet(slots=slots),
+        Fleet(slots=slots, steps_per_dispatch=per),
         Learner(),
         lambda k: np.array([next(own) for _ in range(k)]),
         steps=steps,
