@@ -277,7 +277,7 @@ def study(
     updates = config.steps if updates is None else updates
     for name, value in (
         ("--replicas", replicas),
-        ("--learner-chips", learner_chips or 1),
+        ("--learner-chips", 1 if learner_chips is None else learner_chips),
         ("--updates", updates),
     ):
         if not 1 <= value < 2**31:
