@@ -13,9 +13,9 @@ from jaxrl_llm.diagnostics.metrics import read_jsonl, read_metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.planning.lengths import Source, drawn_from
 from jaxrl_llm.rollout.stream import Schedule
-from jaxrl_llm.simulate import Fleet, Learner, Lengths, simulate
+from jaxrl_llm.simulate import Fleet, Learner, Lengths, Outcome, simulate
 
-__all__ = ["Calibration", "Record", "calibrate", "planned", "read_run"]
+__all__ = ["Calibration", "Record", "calibrate", "planned", "read_run", "simulated"]
 
 
 def planned(config: Config) -> tuple[Schedule, int]:
@@ -139,15 +139,11 @@ class Calibration:
 _OUTLIER = 4.0  # times the median
 
 
-def calibrate(record: Record, *, seed: int = 0) -> Calibration:
-    """Simulates a recorded run under its own schedule and takes its speeds from the decode steps this counts.
-
-    Raises:
-      InputError: fewer than two train steps are left to compare.
-    """
+def simulated(record: Record, *, seed: int = 0) -> Outcome:
+    """A recorded run under its own schedule, in decode steps: no speeds are needed to count them."""
     schedule, n = planned(record.config)
     sampler = record.config.sampler
-    found = simulate(
+    return simulate(
         schedule,
         Fleet(slots=sampler.slots, steps_per_dispatch=sampler.steps_per_dispatch),
         Learner(),
@@ -155,6 +151,15 @@ def calibrate(record: Record, *, seed: int = 0) -> Calibration:
         steps=len(record.lengths),
         n=n,
     )
+
+
+def calibrate(record: Record, *, seed: int = 0) -> Calibration:
+    """Takes the speeds of a recorded run from its seconds and from the decode steps that `simulated` counts.
+
+    Raises:
+      InputError: fewer than two train steps are left to compare.
+    """
+    found = simulated(record, seed=seed)
     steps = np.array(found.decode_steps, np.float64)
     kept = np.arange(len(steps)) > 0  # the first compiles
     if kept.any():
