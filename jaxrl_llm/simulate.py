@@ -4,7 +4,8 @@ The fleet is one engine of `slots` rows that decode in lockstep; between two end
 clock jumps from end to end. With split devices the fleet goes on under the old weights while the learner works, with
 at most max_age batches outstanding, as many as are left when a batch has been taken.
 
-Not modelled: prefill, rewards, evaluations, snapshots with their barriers, and what a failed replica costs.
+Not modelled: prefill, rewards, the greedy answer that some objectives take as a baseline, evaluations, snapshots with
+their barriers, and what a failed replica costs.
 """
 
 from __future__ import annotations

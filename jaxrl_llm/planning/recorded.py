@@ -117,9 +117,7 @@ def read_run(folder: pathlib.Path) -> Record:
 class Calibration:
     """Speeds of a recorded run, and how well they foretell it."""
 
-    decode_seconds: (
-        float  # of a decode step, with all that a rollout does besides: prefill, rewards, the host
-    )
+    decode_seconds: float  # of a decode step, with what else a rollout does: prefill, rewards, the host
     update_seconds: float  # scoring included
     steps: int  # train steps that the speeds are the mean of
     left_out: int  # others: the first one, and those that took several times as long (compiling)
@@ -140,7 +138,16 @@ _OUTLIER = 4.0  # times the median
 
 
 def simulated(record: Record, *, seed: int = 0) -> Outcome:
-    """A recorded run under its own schedule, in decode steps: no speeds are needed to count them."""
+    """A recorded run under its own schedule, in decode steps: no speeds are needed to count them.
+
+    Raises:
+      InputError: the run did what is not modelled.
+    """
+    if record.config.rollout.refill_rounds:
+        raise InputError(
+            f"--from {record.folder}: the run replaced groups by their rewards (rollout.refill_rounds), which are not "
+            "simulated. Give another run, or --decode-seconds and --update-seconds."
+        )
     schedule, n = planned(record.config)
     sampler = record.config.sampler
     return simulate(

@@ -109,6 +109,7 @@ def test_lengths_are_those_of_the_train_step(recorded):
     [
         ({"rows": 0}, "no train step with a rollout"),
         ({"samples": False}, "no samples of train step 1 and 8 more"),
+        ({"rollout": SMALL["rollout"] | {"refill_rounds": 1}}, "the run replaced groups by their rewards"),
         ({"rows": 2}, "of its 2 train steps 1 can be used"),
     ],
 )
