@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl_llm.rollout.stream import Schedule
+from jaxrl_llm.rollout.stream import Schedule, in_time
 
 __all__ = ["Fleet", "Learner", "Outcome", "lognormal_lengths", "simulate"]
 
@@ -241,6 +241,13 @@ def simulate(
     def due(oldest: int | None, version: int) -> bool:
         return version - (version if oldest is None else oldest) >= schedule.max_age
 
+    def complete(version: int) -> bool:
+        oldest = [version if g.oldest is None else g.oldest for g in open_.values()]
+        if schedule.late == "drop":
+            return not any(due(group, version) for group in oldest)
+        ready.sort()
+        return in_time([*(group[0] for group in ready[schedule.groups :]), *oldest], version, schedule)
+
     for version in range(steps):
         watching = version >= steps - watch
         served, begun_tick, begun_step = version, tick, step
@@ -256,7 +263,7 @@ def simulate(
                         group = open_.pop(number)
                         count("stale", *cancel(number))
                         count("stale", len(group.done), sum(size for _, size in group.done))
-                if enough and not any(due(g.oldest, version) for g in open_.values()):
+                if enough and complete(version):
                     break
             short = schedule.ticks - (tick - begun_tick)
             advance(short if short > 0 else None, np.inf, schedule.outstanding)
