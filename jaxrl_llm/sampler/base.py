@@ -86,6 +86,7 @@ class SamplingParams:
     prompt_logprobs: bool = False  # also return raw log-probs of the prompt's own tokens
     # K > 0: where top_k, top_p or min_p act, also return the at most K tokens that each one was drawn from, which a learner
     # needs to compute the same log-prob; 0 = off. K limits the distribution itself: what is kept beyond is not drawn.
+    # Where they do not act: the tokens that could not be drawn, if there are any (suppressed ids, stop ids before min_tokens).
     record_support: int = 0
     greedy_too: bool = False  # one more completion of each prompt after its n, greedy, with index n
 
@@ -173,7 +174,7 @@ class Completion:
     `tokens` holds every token that was sampled up to the stop, a stop id and the tokens of a stop string
     included; `text` is cut before the stop string. `logprobs` are natural log-probs under the exact
     distribution drawn from, or raw ones for greedy decoding. With `record_support` this distribution is the softmax of
-    the logits / temperature over `support_ids`, which hold the sampled token.
+    the logits / temperature over `support_ids`, which hold the sampled token or leave out others.
     """
 
     prompt: Prompt
@@ -189,7 +190,8 @@ class Completion:
     )
     top_logprobs: np.ndarray | None = None  # f32[N, K], likewise
     prompt_logprobs: np.ndarray | None = None  # f32[P], on request: raw; 0 for the first token
-    # i32[N, K], with record_support under truncation: the tokens that each was drawn from, best first, then -1
+    # i32[N, K], with record_support: the tokens that each was drawn from, best first, then -1, or what was left out of the
+    # vocabulary, as codes of `ops.support`; None where every token was drawn from all of it
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[N], likewise: truncation had kept more than K
     text: str | None = None  # None without a tokenizer

@@ -821,6 +821,9 @@ class Engine:
             prompt_logprobs = scored if len(scored) == len(row.prompt_tokens) else None
         elif sampling.prompt_logprobs and len(row.prompt_tokens) == 1:
             prompt_logprobs = np.zeros(1, np.float32)
+        support = np.array(request.support_ids, np.int32).reshape(N, width) if width else None
+        if sampling.record_support and not width and not request.greedy:
+            support = self._rules.left_out(sampling, N)
         return Completion(
             prompt=request.prompt,
             index=request.index,
@@ -832,7 +835,7 @@ class Engine:
             raw_logprobs=np.array(request.raw_logprobs, np.float32) if sampling.raw_logprobs else None,
             top_ids=np.array(request.top_ids, np.int32).reshape(N, K) if K else None,
             top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
-            support_ids=np.array(request.support_ids, np.int32).reshape(N, width) if width else None,
+            support_ids=support,
             support_cut=np.array(request.support_cut, bool) if width else None,
             prompt_logprobs=prompt_logprobs,
             text=text,
