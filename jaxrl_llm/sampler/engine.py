@@ -25,11 +25,18 @@ from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import AttentionPath, attention_path
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
+from jaxrl_llm.sampler.base import (
+    Completion,
+    PromptScores,
+    SamplerStats,
+    SamplingParams,
+    as_prompts,
+    is_integer,
+)
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
 from jaxrl_llm.sampler.rules import Rule, RuleTable
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
-from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler
+from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -46,6 +53,7 @@ class Event(NamedTuple):
     logprobs: list[float]  # of them
     top_ids: list[np.ndarray] | None  # i32[K] each, when asked for
     top_logprobs: list[np.ndarray] | None  # f32[K] each
+    prompt_scores: PromptScores | None  # in the first event of a request that asked for them
     completion: Completion | None  # of the whole request, when it has ended
 
 
@@ -75,6 +83,7 @@ class _Request:
     support_cut: list[bool] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     kv_versions: list[int] = dataclasses.field(default_factory=list)
+    prompt_scores: PromptScores | None = None  # from its first start on, if asked for
     kv_version: int = 0  # oldest weights that computed K/V in its pages
     started: float | None = None  # seconds on the engine's clock
     first: float | None = None
@@ -312,7 +321,7 @@ class Engine:
             row = Row(
                 id=self._next_id,
                 prompt_tokens=tokens,
-                prefix=self._scheduler.prefix(tokens, sampling.prompt_logprobs),
+                prefix=self._scheduler.prefix(tokens, sampling.prompt_logprobs, sampling.prompt_top_logprobs),
                 limit=min(len(tokens) + sampling.max_tokens, self.max_context),
                 key=row_key(sampling.seed, prompt.uid, index),
                 priority=priority,
@@ -580,31 +589,33 @@ class Engine:
         tokens, targets = np.zeros((R, C), np.int32), np.zeros((R, C), np.int32)
         starts, lengths = np.zeros(R, np.int32), np.zeros(R, np.int32)
         table = np.full((R, self._width), NOBODY, np.int32)
-        scored = False
+        scored, wanted = False, 0
         for r, (sequence, done, pages, owner) in enumerate(jobs):
             piece = sequence[done : done + C]
             tokens[r, : len(piece)] = piece
             starts[r], lengths[r] = done, len(piece)
             table[r, : len(pages)] = pages
             if not isinstance(owner, Row) and owner.scored:
-                scored = True
+                scored, wanted = True, max(wanted, owner.top)
                 following = owner.following[done : done + C]
                 targets[r, : len(following)] = following
         self.stats.prefilled_tokens += int(lengths.sum())
         arguments = (tokens, starts, lengths, table, targets if scored else None)
+        top = self._listed(wanted)
         if self._prefill_on is None:
-            cache, logprobs = decode.prefill(
-                self._weights, self.config, self._state.cache, *self._put(arguments)
+            cache, scores = decode.prefill(
+                self._weights, self.config, self._state.cache, *self._put(arguments), top=top
             )
             self._state = dataclasses.replace(self._state, cache=cache)
         else:
-            self._prefill_cache, logprobs = decode.prefill(
+            self._prefill_cache, scores = decode.prefill(
                 self._prefill_weights,
                 self.config,
                 self._prefill_cache,
                 *jax.device_put(arguments, self._prefill_on),
+                top=top,
             )
-        found = None if logprobs is None else jax.device_get(logprobs)
+        found = None if scores is None else jax.device_get(scores)
         for r, (_, done, pages, owner) in enumerate(jobs):
             S = self._page_size
             if self._prefill_on is not None:
@@ -613,7 +624,7 @@ class Engine:
                 owner.refill = int(starts[r] + lengths[r])
             else:
                 if found is not None and owner.scored:
-                    owner.logprobs.append(found[r, : lengths[r]])
+                    owner.scores.append(decode.TargetScores(*(x[r, : lengths[r]] for x in found)))
                 self._scheduler.filled(owner, int(lengths[r]))
 
     def _start(self) -> int:
@@ -632,6 +643,8 @@ class Engine:
             if not loaded:
                 request.kv_version = self.version
             row.saved = None
+            if request.sampling.prompt_logprobs and request.prompt_scores is None:
+                request.prompt_scores = _prompt_scores(row.prefix)
             copy = self._scheduler.start(row)
             if copy is not None:
                 copies.append(copy)
@@ -723,10 +736,14 @@ class Engine:
             truncate=any(s.truncated_support for s in samplings),
             raw=any(s.raw_logprobs for s in samplings),
             support=max(s.support_width(self.config.vocab_size) for s in samplings),
-            top=min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size),
+            top=self._listed(wanted),
             device=self._device,
         )
         return running, dispatch, began
+
+    def _listed(self, wanted: int) -> int:
+        """Length of the lists of likeliest tokens that a program makes: one of a few, so that few are compiled."""
+        return min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size)
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
@@ -782,6 +799,7 @@ class Engine:
             logprobs=request.logprobs[before:],
             top_ids=request.top_ids[before:] if listed else None,
             top_logprobs=request.top_logprobs[before:] if listed else None,
+            prompt_scores=None if before else request.prompt_scores,
             completion=None if reason is None else self._end(row, reason),
         )
 
@@ -815,12 +833,7 @@ class Engine:
         ended = request.ended or self._clock()
         started = ended if request.started is None else request.started
         first = ended if request.first is None else request.first
-        prompt_logprobs = None
-        if sampling.prompt_logprobs and row.prefix.logprobs:
-            scored = np.concatenate([np.zeros(1, np.float32), *row.prefix.logprobs])
-            prompt_logprobs = scored if len(scored) == len(row.prompt_tokens) else None
-        elif sampling.prompt_logprobs and len(row.prompt_tokens) == 1:
-            prompt_logprobs = np.zeros(1, np.float32)
+        scores = request.prompt_scores
         return Completion(
             prompt=request.prompt,
             index=request.index,
@@ -834,7 +847,10 @@ class Engine:
             top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
             support_ids=np.array(request.support_ids, np.int32).reshape(N, width) if width else None,
             support_cut=np.array(request.support_cut, bool) if width else None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=None if scores is None else scores.logprobs,
+            prompt_ranks=None if scores is None else scores.ranks,
+            prompt_top_ids=None if scores is None else scores.top_ids,
+            prompt_top_logprobs=None if scores is None else scores.top_logprobs,
             text=text,
             timings={
                 "queued": started - request.arrived,
@@ -842,6 +858,22 @@ class Engine:
                 "sampled": ended - started,
             },
         )
+
+
+def _prompt_scores(prefix: Prefix) -> PromptScores:
+    """The scores of a prompt whose prefix is complete."""
+    P, K = len(prefix.tokens) + 1, prefix.top
+    logprobs, ranks = np.zeros(P, np.float32), np.zeros(P, np.int32)
+    top_ids, top_logprobs = np.zeros((P, K), np.int32), np.zeros((P, K), np.float32)
+    done = 1  # nothing comes before the first token
+    for chunk in prefix.scores:
+        after = done + len(chunk.logprobs)
+        logprobs[done:after], ranks[done:after] = chunk.logprobs, chunk.ranks
+        top_ids[done:after], top_logprobs[done:after] = chunk.top_ids[:, :K], chunk.top_logprobs[:, :K]
+        done = after
+    if done != P:
+        raise RuntimeError(f"sampler: {done} of the {P} tokens of a prompt have been scored.")
+    return PromptScores(logprobs, ranks, top_ids if K else None, top_logprobs if K else None)
 
 
 def _row_sampling(request: _Request, vocab_size: int) -> RowSampling:

@@ -35,16 +35,17 @@ __all__ = ["Plan", "Prefix", "Row", "Scheduler"]
 class Prefix:
     """The prompt of one or several rows, without its last token."""
 
-    key: tuple[bytes, bool]
+    key: tuple[bytes, bool, int]
     tokens: np.ndarray  # i32[P - 1]
     following: np.ndarray | None = None  # i32[P - 1], the token after each, when their log-probs are wanted
+    top: int = 0  # likeliest tokens that are wanted beside each
     names: list[bytes] = dataclasses.field(default_factory=list)  # of its full pages
     pages: list[int] | None = None  # None: not in the cache
     filled: int = 0  # tokens whose K/V are in the pages
     unfinished: int = 0  # rows that still need it
     placed: int = 0
     served: bool = False  # a row has used it
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
+    scores: list[Any] = dataclasses.field(default_factory=list)  # of `following`, chunk by chunk
 
     @property
     def scored(self) -> bool:
@@ -151,7 +152,7 @@ class Scheduler:
         self._steps = steps
         self._free_slots = list(range(slots - 1, -1, -1))
         self._waiting: list[Row] = []  # by rank
-        self._prefixes: dict[tuple[bytes, bool], Prefix] = {}  # those that rows need
+        self._prefixes: dict[tuple[bytes, bool, int], Prefix] = {}  # those that rows need
         self._resident: list[Prefix] = []  # oldest first
         self._placements = 0
         self.placed: list[Row] = []  # by rank
@@ -176,14 +177,14 @@ class Scheduler:
         """Resident prefixes that are not complete yet, oldest first; a placed row waits for each, or soon will."""
         return [prefix for prefix in self._resident if not prefix.ready]
 
-    def prefix(self, prompt: np.ndarray, scored: bool = False) -> Prefix:
+    def prefix(self, prompt: np.ndarray, scored: bool = False, top: int = 0) -> Prefix:
         """The prefix of a prompt i32[P]; equal prompts share one as long as a row needs it."""
         prompt = np.ascontiguousarray(prompt, np.int32)
         tokens, following = prompt[:-1], prompt[1:] if scored else None
-        key = (prompt if scored else tokens).tobytes(), scored
+        key = (prompt if scored else tokens).tobytes(), scored, top
         if key not in self._prefixes:
             names = page_names(tokens, self._page_size) if self._keep else []
-            self._prefixes[key] = Prefix(key=key, tokens=tokens, following=following, names=names)
+            self._prefixes[key] = Prefix(key=key, tokens=tokens, following=following, top=top, names=names)
         return self._prefixes[key]
 
     def pages_needed(self, prompt_tokens: int, limit: int) -> int:
@@ -353,7 +354,7 @@ class Scheduler:
             pages_for(len(prefix.tokens), self._page_size) - len(found)
         )
         prefix.filled = len(found) * self._page_size
-        prefix.logprobs = []
+        prefix.scores = []
         plan.reused += prefix.filled
         self._resident.append(prefix)
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +34,7 @@ from jaxrl_llm.serve.protocol import (
     parse_generate,
     parse_json,
 )
-from jaxrl_llm.serve.worker import EngineError, Job, Worker
+from jaxrl_llm.serve.worker import EngineError, Job, Part, Worker
 
 __all__ = ["Service", "build_app", "is_loopback"]
 
@@ -217,7 +217,7 @@ class Service:
                     response: Response = _Streamed(self, job, ask, stream)
                     reason = ""  # the response closes the job
                     return response
-                done = await unless_gone(request.receive, self._gather(job))
+                done = await unless_gone(request.receive, self._gather(job, ask))
             if done is None:
                 reason = "disconnect"
                 return Response(status_code=_CLOSED)
@@ -234,12 +234,20 @@ class Service:
             if reason:
                 self.close(job, ask, reason)
 
-    async def _gather(self, job: Job) -> list[Completion]:
-        done: dict[int, Completion] = {}
+    async def parts(self, job: Job, ask: Ask) -> AsyncIterator[Part]:
+        """What a client gets of a job, which is counted.
+
+        Raises:
+          EngineError: see `Job.parts`.
+        """
         async for part in job.parts():
-            if part.completion is not None:
-                done[part.index] = part.completion
-                self.record(job, part.completion)
+            given = reply.without_sample(part) if ask.score_only else part
+            if given.completion is not None:
+                self.record(job, given.completion)
+            yield given
+
+    async def _gather(self, job: Job, ask: Ask) -> list[Completion]:
+        done = {p.index: p.completion async for p in self.parts(job, ask) if p.completion is not None}
         return [done[index] for index in sorted(done)]
 
     async def models(self, request: Request) -> Response:
@@ -573,9 +581,7 @@ class _Streamed(Response):
             async with asyncio.timeout(left):
                 for chunk in self._stream.opening(service.worker.view.version):
                     await event(reply.sse(chunk))
-                async for part in job.parts():
-                    if part.completion is not None:
-                        service.record(job, part.completion)
+                async for part in service.parts(job, self._ask):
                     told = self._stream.push(part, service.worker.view.version)
                     if told is not None:
                         await event(reply.sse(told))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams
+from jaxrl_llm.sampler.base import Completion, PromptScores, SamplerStats, SamplingParams
 from jaxrl_llm.types import Prompt
 
 __all__ = ["Engine", "EngineError", "Event", "Job", "Part", "View", "Worker"]
@@ -39,6 +39,8 @@ class Event(Protocol):
     def top_ids(self) -> Any: ...  # i32[N, K] or None
     @property
     def top_logprobs(self) -> Any: ...  # f32[N, K] or None
+    @property
+    def prompt_scores(self) -> PromptScores | None: ...  # set in the first one of a row, on request
     @property
     def completion(self) -> Completion | None: ...  # set when the row has ended
 
@@ -79,6 +81,7 @@ class Part:
     logprobs: np.ndarray  # f32[N]
     top_ids: np.ndarray | None = None  # i32[N, K]
     top_logprobs: np.ndarray | None = None  # f32[N, K]
+    prompt_scores: PromptScores | None = None  # in its first part, on request
     completion: Completion | None = None  # set in its last part
 
 
@@ -358,6 +361,7 @@ class Worker:
                 logprobs=np.asarray(event.logprobs, np.float32),
                 top_ids=event.top_ids,
                 top_logprobs=event.top_logprobs,
+                prompt_scores=event.prompt_scores,
                 completion=done,
             )
             given.setdefault(job, []).append(part)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.parallel.mesh import data_devices, make_mesh
@@ -333,6 +334,62 @@ def test_logprobs_of_the_prompt(length):
             prompt("a", length), dataclasses.replace(sampling, prompt_logprobs=False), done[id].index
         )
         assert equal(done[id], plain)  # asking for them changes no draw
+
+
+def dense_distribution(tokens):
+    """Log-probs [P, V] of what comes in the place of each token after the first, by the learner's forward pass."""
+    tokens = jnp.asarray(tokens)[None]
+    x = forward(params(), TINY, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
+    logits = np.asarray(x[0, :-1] @ head_weight(params(), TINY), np.float64)
+    return np.concatenate([np.zeros((1, 128)), logits - np.log(np.exp(logits).sum(-1, keepdims=True))])
+
+
+def test_ranks_and_likeliest_tokens_of_the_prompt():
+    made = engine()
+    visit = prompt("a", 41)
+    plain = SamplingParams(max_tokens=2, prompt_logprobs=True)
+    ids = [made.submit(visit, dataclasses.replace(plain, prompt_top_logprobs=k))[0] for k in (0, 3, 128)]
+    events = [event for _ in range(9) for event in made.step()]
+    dense = dense_distribution(visit.tokens)
+    own = dense[np.arange(41), visit.tokens]
+    for id, K in zip(ids, (0, 3, 128), strict=True):
+        first, *later = (event for event in events if event.id == id)
+        scores = first.prompt_scores
+        assert all(event.prompt_scores is None for event in later) or not later
+        assert scores.logprobs[0] == scores.ranks[0] == 0
+        np.testing.assert_allclose(scores.logprobs[1:], own[1:], atol=1e-4)
+        np.testing.assert_array_equal(scores.ranks[1:], 1 + (dense > own[:, None] + 1e-6).sum(1)[1:])
+        (done,) = (event.completion for event in events if event.id == id and event.completion is not None)
+        np.testing.assert_array_equal(done.prompt_scores.logprobs, scores.logprobs)
+        if not K:
+            assert scores.top_ids is None and done.prompt_scores.top_logprobs is None
+            continue
+        assert done.prompt_top_ids.shape == (41, K)
+        np.testing.assert_allclose(
+            scores.top_logprobs[1:], np.sort(dense[1:], axis=1)[:, ::-1][:, :K], atol=1e-4
+        )
+        np.testing.assert_allclose(
+            np.take_along_axis(dense, scores.top_ids, 1)[1:], scores.top_logprobs[1:], atol=1e-4
+        )
+    for bad in (dict(prompt_top_logprobs=2), dict(prompt_logprobs=True, prompt_top_logprobs=-1)):
+        with pytest.raises(InputError, match="prompt_top_logprobs must be"):
+            SamplingParams(max_tokens=2, **bad)
+    with pytest.raises(InputError, match="more than the 128 tokens"):
+        made.submit(visit, dataclasses.replace(plain, prompt_top_logprobs=129))
+
+
+def test_scores_of_a_prompt_are_those_of_the_weights_that_began_the_row():
+    made = engine(slots=2)
+    sampling = SamplingParams(max_tokens=30, n=3, prompt_logprobs=True, stop_ids=())
+    ids = made.submit(prompt("a", 20), sampling)  # one of them waits for a slot
+    made.step()
+    made.swap(weights(1), version=1, pages="keep")
+    done = run(made)
+    assert [done[id].versions[0] for id in ids] == [0, 0, 1]
+    for id in ids:
+        tree = params(int(done[id].versions[0]))
+        dense = np.asarray(token_logprobs(tree, TINY, prompt("a", 20).tokens[None]))[0]
+        np.testing.assert_allclose(done[id].prompt_logprobs, dense, atol=1e-4)
 
 
 def test_prompts_that_differ_in_their_last_token_have_their_own_logprobs():

@@ -134,6 +134,7 @@ class ScriptedEngine:
                     logprobs=np.array([-0.5], np.float32),
                     top_ids=None,
                     top_logprobs=None,
+                    prompt_scores=None,
                     completion=None if stop is None else self._completion(row, stop),
                 )
             )

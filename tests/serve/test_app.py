@@ -124,6 +124,20 @@ def test_pause_keeps_rows_or_ends_them(scripted, eventually):
         assert call(place.url + "/pause?mode=stop", method="POST")[0] == 400
 
 
+def test_of_what_never_began_the_prompt_has_no_logprobs(scripted, eventually):
+    with scripted(endless) as place:
+        call(place.url + "/pause", method="POST")
+        body = {"prompt": "ab", "max_tokens": 9, "prompt_logprobs": 1, "logprobs": 1, "echo": True}
+        thread = later(place.url + "/v1/completions", body)
+        eventually(lambda: place.worker.view.queued == 1)
+        call(place.url + "/pause?mode=abort", method="POST")
+        thread.join(20)
+        (choice,) = thread.result[2]["choices"]
+        assert choice["finish_reason"] == "abort" and choice["text"] == "ab"
+        assert choice["prompt_logprobs"] is None and choice["logprobs"]["token_logprobs"] == [None, None]
+        assert choice["logprobs"]["top_logprobs"] == [None, None]
+
+
 def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventually):
     loads = []
 
