@@ -168,6 +168,8 @@ class Serve:
     """Seconds that a request may take."""
     grace: float = 30.0
     """Seconds that running requests may still take when the server is told to stop."""
+    warm_up: bool = True
+    """Compile the programs before the first request; /health answers 503 until then."""
     overrides: _Overrides = ()
     """Override a setting, for example --set sampler.slots=16; may be repeated."""
 
@@ -552,6 +554,7 @@ def _serve(args: Serve) -> int:
         api_key=os.environ.get("JAXRL_API_KEY") if args.api_key is None else args.api_key,
         name=args.name,
         grace=args.grace,
+        warm_up=args.warm_up,
         limits=Limits(queued=args.queue, seconds=args.timeout),
     )
     config = _settings(args)

@@ -44,6 +44,14 @@ Load = Callable[[str, int | None], tuple[Any, int, str | None]]
 _CLOSED = 499  # for the statistics: the client left before it was answered
 _OPEN_PATHS = ("/health", "/liveness")
 _RETRY_SECONDS = (1, 60)
+_WARM_SECONDS = 5  # after which a client is told to try again while the server warms up
+# One request for each program that most requests need: sampling, truncated sampling, and scoring of the prompt. Others
+# (lists of likeliest tokens, a bias) are compiled when they are first asked for.
+_WARM = (
+    {"max_tokens": 1},
+    {"max_tokens": 1, "top_p": 0.9},
+    {"max_tokens": 0, "prompt_logprobs": 0},
+)
 
 
 def is_loopback(host: str) -> bool:
@@ -78,6 +86,7 @@ class Service:
         self.source, self.api_key = source, api_key
         self.created = int(time.time())
         self.stopping = False
+        self.warming = False  # requests are refused until the programs are compiled
         self.in_flight = 0  # requests
         self._most = slots + self.limits.queued
         self._open = 0  # completions that were asked for and not given
@@ -114,13 +123,22 @@ class Service:
         """A job for a request, or its refusal.
 
         Raises:
-          ApiError: 429 when the queue is full, 503 when the server is stopping or its engine has failed.
+          ApiError: 429 when the queue is full, 503 when the server warms up, is stopping or its engine has failed.
         """
         if self.stopping:
             raise ApiError(503, "The server is stopping.", kind="service_unavailable_error", code="stopping")
         if self.worker.fault is not None:
             raise engine_failed(
                 EngineError(f"The engine has failed ({self.worker.fault}); restart the server.")
+            )
+        if self.warming:
+            raise ApiError(
+                503,
+                f"The server is warming up: it compiles its programs. Try again in {_WARM_SECONDS} s; GET /health says "
+                "when it is ready.",
+                kind="service_unavailable_error",
+                code="warming_up",
+                headers={"retry-after": str(_WARM_SECONDS)},
             )
         if ask.completions > self._most:
             raise ApiError(
@@ -143,6 +161,24 @@ class Service:
             )
         self._open += ask.completions
         return Job(ask.completions, stream=ask.stream)
+
+    async def warm_up(self, replicas: int = 1) -> None:
+        """Compiles what most requests need, on every replica, by small requests; then takes those of clients.
+
+        Raises:
+          EngineError: the engine failed or was stopped.
+        """
+        self.warming = True
+        try:
+            # Short prompts that begin differently: each goes to the replica that has the least to do.
+            prompts = [[i % self.served.vocab_size, 0] for i in range(replicas)]
+            for body in _WARM:
+                ask = parse_completion({**body, "prompt": prompts}, self.served, self.limits)
+                job = Job(ask.completions, stream=False)
+                await self.worker.submit(job, as_prompts(ask.prompts), ask.sampling)
+                await job.completions()
+        finally:
+            self.warming = False
 
     def close(self, job: Job, ask: Ask, reason: str) -> None:
         """Ends a job: what it has not finished is cancelled, for `reason`."""
@@ -274,7 +310,13 @@ class Service:
     async def health(self, request: Request) -> Response:
         """GET /health: whether requests would be answered."""
         view, fault = self.worker.view, self.worker.fault
-        status = "failed" if fault is not None else "stopping" if self.stopping else "ok"
+        status = "ok"
+        for holds, name in (
+            (self.warming, "warming up"),
+            (self.stopping, "stopping"),
+            (fault is not None, "failed"),
+        ):
+            status = name if holds else status
         body = {
             "status": status,
             "model": self.served.name,
@@ -282,7 +324,8 @@ class Service:
             "fingerprint": view.fingerprint,
             "paused": view.paused,
         }
-        return _json(body, 200 if status == "ok" else 503)
+        retry = {"retry-after": str(_WARM_SECONDS)} if status == "warming up" else None
+        return _json(body, 200 if status == "ok" else 503, retry)
 
     async def liveness(self, request: Request) -> Response:
         """GET /liveness: whether the process should be left alone."""

@@ -124,6 +124,42 @@ def test_pause_keeps_rows_or_ends_them(scripted, eventually):
         assert call(place.url + "/pause?mode=stop", method="POST")[0] == 400
 
 
+def test_while_it_warms_up_it_is_alive_and_not_ready(scripted):
+    with scripted(hello, warm_up=True) as place:
+        assert call(place.url + "/liveness")[0] == 200
+        status, headers, body = call(place.url + "/health")
+        assert status == 503 and body["status"] == "warming up" and int(headers["retry-after"]) > 0
+        for path, request in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/inference/v1/generate", {"token_ids": [5]}),
+        ):
+            status, headers, body = call(place.url + path, request)
+            assert status == 503 and body["error"]["code"] == "warming_up" and int(headers["retry-after"]) > 0
+        assert call(place.url + "/v1/models")[0] == 200 and not place.ready.is_set()
+        place.engine.may_step.set()
+        assert place.ready.wait(20)
+        assert call(place.url + "/health")[2]["status"] == "ok"
+        assert call(place.url + "/v1/completions", {"prompt": "a"})[2]["choices"][0]["text"] == "hello"
+        with urllib.request.urlopen(place.url + "/metrics") as answer:
+            assert "jaxrl_completion_tokens_total 6" in answer.read().decode()  # those of clients
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_warm_up_that_is_stopped_or_fails_ends_the_server(scripted, fails, capfd):
+    with scripted(hello, warm_up=True) as place:
+        assert call(place.url + "/health")[0] == 503
+        if fails:
+            place.engine.fail = ValueError("no such program")
+            place.engine.may_step.set()
+        else:
+            place.server.stop_soon()
+        place.thread.join(20)
+        assert not place.thread.is_alive() and not place.ready.is_set()
+        place.engine.may_step.set()
+    assert ("ValueError: no such program" in capfd.readouterr().err) == fails
+
+
 def test_of_what_never_began_the_prompt_has_no_logprobs(scripted, eventually):
     with scripted(endless) as place:
         call(place.url + "/pause", method="POST")

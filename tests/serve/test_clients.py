@@ -17,7 +17,7 @@ from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
-from jaxrl_llm.sampler import Engine
+from jaxrl_llm.sampler import Engine, decode
 from jaxrl_llm.serve.protocol import Limits, Served
 from jaxrl_llm.serve.worker import Worker
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
@@ -272,6 +272,24 @@ def test_prompt_logprobs_wherever_a_prompt_is_given(place, client, tiny_params, 
                 assert told["rank"] == 1 + (dense[t] > dense[t, int(id)] + 1e-6).sum()
                 assert abs(told["logprob"] - dense[t, int(id)]) < 1e-4
             assert {told["rank"] for told in entry.values()} >= {1, 2}
+
+
+def test_after_the_warm_up_nothing_is_compiled_for_most_requests(tiny_params, serving):
+    tokenizer = tiny_tokenizer()
+    engine = Engine(
+        TINY, slots=3, pages=25, page_size=16, max_context=64, tokenizer=tokenizer, prefill_rows=3
+    )
+    print_ = engine.swap(tiny_params, version=0, pages="recompute")
+    served = Served(name="tiny", tokenizer=tokenizer, vocab_size=128, eos_ids=TINY.eos_ids, max_context=64)
+    with serving(Worker(engine, version=0, fingerprint=print_), served, slots=3, warm_up=True) as place:
+        assert place.ready.wait(120)
+        programs = [f._cache_size() for f in (decode.prefill, decode._generate, decode.duplicate_pages)]
+        with openai.OpenAI(base_url=place.url + "/v1", api_key="any", max_retries=0) as client:
+            for more in ({"temperature": 0.5}, {"top_p": 0.5}, {"echo": True, "logprobs": 0}, {"n": 3}):
+                client.completions.create(model="tiny", prompt="a text of some length", max_tokens=9, **more)
+        assert programs == [
+            f._cache_size() for f in (decode.prefill, decode._generate, decode.duplicate_pages)
+        ]
 
 
 def test_a_seed_repeats_and_none_does_not(client):
