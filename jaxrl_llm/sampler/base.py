@@ -241,6 +241,7 @@ class SamplerStats:
     prefix_hits: int = 0  # completions whose prompt was already in the pages
     dispatches: int = 0
     decode_steps: int = 0
+    slot_steps: int = 0  # slots x decode steps
     decoded_tokens: int = 0  # sampled by live rows, also past a stop string
     preemptions: int = 0
     resumptions: int = 0
@@ -259,7 +260,7 @@ class SamplerStats:
     @property
     def occupancy(self) -> float:
         """Live rows / (slots x decode steps)."""
-        return self.decoded_tokens / max(1, self.slots * self.decode_steps)
+        return self.decoded_tokens / max(1, self.slot_steps)
 
     @property
     def tokens_per_second(self) -> float:

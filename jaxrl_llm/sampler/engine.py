@@ -40,7 +40,9 @@ from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
-__all__ = ["Carried", "Engine", "Event"]
+__all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
+
+Pages = Literal["keep", "recompute"]
 
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -63,6 +65,17 @@ class Carried(NamedTuple):
     so_far: Completion  # its `stop` says nothing
     begun: bool  # it has been in a slot, so that it comes before those that have not
     priority: int
+
+
+class Staged(NamedTuple):
+    """Weights that are where an engine computes, and not served yet."""
+
+    weights: decode.SamplingWeights
+    version: int
+    fingerprint: str
+    prefill_weights: decode.SamplingWeights | None  # on `prefill_on`
+    state: decode.DecodeState | None  # of an engine that has served none before
+    prefill_cache: Any  # likewise
 
 
 @dataclasses.dataclass(eq=False)
@@ -225,7 +238,7 @@ class Engine:
         params: Any,
         *,
         version: int = 0,
-        pages: Literal["keep", "recompute"] = "keep",
+        pages: Pages = "keep",
         expect: str | None = None,
     ) -> str:
         """Serves other weights from the next dispatch on; the first call loads them.
@@ -240,7 +253,18 @@ class Engine:
 
         Returns:
           The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
+
+        Raises:
+          InputError: another model's tree, or another fingerprint than `expect`; the old weights stay.
         """
+        weights, print_ = self.accept(params, version=version, pages=pages, expect=expect)
+        self.commit(self.stage(weights, version=version, fingerprint=print_), pages=pages)
+        return print_
+
+    def accept(
+        self, params: Any, *, version: int, pages: Pages, expect: str | None
+    ) -> tuple[decode.SamplingWeights, str]:
+        """What `swap` would serve and its fingerprint; changes nothing, and raises what `swap` raises."""
         if pages not in ("keep", "recompute"):
             raise InputError(f'sampler: pages must be "keep" or "recompute", got {pages!r}.')
         prepared = isinstance(params, decode.SamplingWeights)
@@ -253,32 +277,42 @@ class Engine:
                 "damaged or mixed up on the way. The weights served so far stay; send them again."
             )
         weights = params if prepared else decode.prepare_for_sampling(params, self.config, self._precision[0])
-        self._use(weights, version, pages)
-        self.fingerprint = print_ or None
-        return print_
+        return weights, print_
 
-    def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
+    def stage(self, weights: decode.SamplingWeights, *, version: int, fingerprint: str) -> Staged:
+        """Brings accepted weights to where the engine computes; what it serves is not changed.
+
+        Raises:
+          RuntimeError: a step has begun and not finished.
+        """
         if self._pending is not None:
             raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
-        first = self._weights is None
-        self._weights, self.version = self._put(weights) if self._device else weights, version
-        if self._prefill_on is not None:
-            self._prefill_weights = jax.device_put(weights, self._prefill_on)
-        if first:
-            self._state = decode.init_state(
+        here = self._put(weights) if self._device else weights
+        there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
+        state = prefill_cache = None
+        if self._weights is None:
+            state = decode.init_state(
                 self.config,
                 self.stats.slots,
                 self.stats.pages,
                 self._page_size,
                 self._width,
                 kv=self._precision[1],
-                path=attention_of(self.config, self._weights, self._mesh, self._precision[1]).name,
+                path=attention_of(self.config, here, self._mesh, self._precision[1]).name,
             )
-            home = _home(self._weights, self._mesh)
+            home = _home(here, self._mesh)
             if home is not None:
-                self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
+                state = dataclasses.replace(state, cache=jax.device_put(state.cache, home))
             if self._prefill_on is not None:
-                self._prefill_cache = jax.device_put(self._state.cache, self._prefill_on)
+                prefill_cache = jax.device_put(state.cache, self._prefill_on)
+        return Staged(here, version, fingerprint, there, state, prefill_cache)
+
+    def commit(self, staged: Staged, *, pages: Pages) -> None:
+        """Serves staged weights from the next dispatch on; nothing can be refused any more."""
+        self._weights, self._prefill_weights = staged.weights, staged.prefill_weights
+        self.version, self.fingerprint = staged.version, staged.fingerprint or None
+        if staged.state is not None:
+            self._state, self._prefill_cache = staged.state, staged.prefill_cache
             return
         self.stats.swaps += 1
         if pages == "recompute":
@@ -292,11 +326,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def submit(self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0) -> list[int]:
+    def submit(
+        self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0, session: str | None = None
+    ) -> list[int]:
         """Queues the completions of a prompt (`sampling.per_prompt`); one id each.
 
         Args:
           priority: higher ones are placed first.
+          session: name of a conversation; `Replicas` keep it in one place, which it is in here anyway.
 
         Raises:
           InputError: parameters that do not fit the model, or a prompt that can never run; nothing is queued.
@@ -534,6 +571,7 @@ class Engine:
         stats.decode_seconds += time.perf_counter() - began
         stats.dispatches += 1
         stats.decode_steps += result.steps
+        stats.slot_steps += result.steps * stats.slots
         stats.decoded_tokens += int(result.valid.sum())
         events = []
         for row in sorted(running, key=lambda row: row.id):

@@ -65,7 +65,8 @@ class Service:
     Args:
       worker: drives the engine.
       served: the model.
-      slots: rows that the engine decodes together.
+      slots: rows that the engine decodes together, on all replicas.
+      replicas: of the engine.
       load: reads the parameters of a snapshot for /update_weights.
       api_key: every request but /health and /liveness must bear it; None: requests must come from this machine.
     """
@@ -76,12 +77,14 @@ class Service:
         served: Served,
         *,
         slots: int,
+        replicas: int = 1,
         load: Load,
         limits: Limits | None = None,
         source: str = "",
         api_key: str | None = None,
     ):
         self.worker, self.served, self.load = worker, served, load
+        self.replicas = replicas
         self.limits = limits or Limits()
         self.source, self.api_key = source, api_key
         self.created = int(time.time())
@@ -162,7 +165,7 @@ class Service:
         self._open += ask.completions
         return Job(ask.completions, stream=ask.stream)
 
-    async def warm_up(self, replicas: int = 1) -> None:
+    async def warm_up(self) -> None:
         """Compiles what most requests need, on every replica, by small requests; then takes those of clients.
 
         Raises:
@@ -171,7 +174,7 @@ class Service:
         self.warming = True
         try:
             # Short prompts that begin differently: each goes to the replica that has the least to do.
-            prompts = [[i % self.served.vocab_size, 0] for i in range(replicas)]
+            prompts = [[i % self.served.vocab_size, 0] for i in range(self.replicas)]
             for body in _WARM:
                 ask = parse_completion({**body, "prompt": prompts}, self.served, self.limits)
                 job = Job(ask.completions, stream=False)
@@ -190,7 +193,7 @@ class Service:
     async def start(self, job: Job, ask: Ask) -> None:
         """Gives a job to the engine."""
         self.prompt_tokens.add(sum(map(len, ask.prompts)))
-        await self.worker.submit(job, as_prompts(ask.prompts), ask.sampling, ask.priority)
+        await self.worker.submit(job, as_prompts(ask.prompts), ask.sampling, ask.priority, ask.session)
 
     def record(self, job: Job, completion: Completion) -> None:
         """Counts a completion that ended."""

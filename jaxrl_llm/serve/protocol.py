@@ -98,6 +98,7 @@ class Ask:
     token_ids: bool = False
     tokens_as_ids: bool = False  # "token_id:5" in place of text in log-probs
     priority: int = 0  # of the engine: higher ones go first
+    session: str | None = None  # name of the conversation that it continues
 
     @property
     def completions(self) -> int:
@@ -153,7 +154,7 @@ _SAMPLED = frozenset(
     "prompt_logprobs".split()
 )
 _COMMON = frozenset(
-    "model stream stream_options return_token_ids return_tokens_as_token_ids priority user".split()
+    "model stream stream_options return_token_ids return_tokens_as_token_ids priority user prompt_cache_key".split()
 )
 _CHAT = frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice chat_template_kwargs add_generation_prompt "
@@ -162,7 +163,7 @@ _CHAT = frozenset(
 # Sent by clients; nothing that is sampled depends on them.
 _IGNORED = frozenset(
     "store metadata service_tier parallel_tool_calls reasoning_effort verbosity prediction safety_identifier "
-    "prompt_cache_key prompt_cache_retention cache_salt request_id spaces_between_special_tokens detokenize".split()
+    "prompt_cache_retention cache_salt request_id spaces_between_special_tokens detokenize".split()
 )
 # The same, among the sampling parameters of token-in/token-out generation: about text, or about experts.
 _ENGINE = frozenset("skip_special_tokens routed_experts_prompt_start output_kind extra_args".split())
@@ -369,7 +370,13 @@ def _options(fields: _Fields) -> dict[str, Any]:
         "token_ids": fields.flag("return_token_ids"),
         "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
         "priority": _priority(fields),
+        "session": _session(fields),
     }
+
+
+def _session(fields: _Fields) -> str | None:
+    # OpenAI's field for requests that begin alike; the turns of a conversation have the same one.
+    return fields.get("prompt_cache_key", _text, "a text")
 
 
 def _priority(fields: _Fields) -> int:
@@ -588,6 +595,7 @@ def parse_generate(body: Any, served: Served, limits: Limits) -> Ask:
       ApiError: says which field is wrong and what is allowed.
     """
     top_level = {"model", "token_ids", "sampling_params", "priority", "stream", "return_token_ids"}
+    top_level |= {"prompt_cache_key"}
     fields = _Fields(body, top_level, off={"features": (), "content_parts": (), "kv_transfer_params": ()})
     _check_model(fields, served)
     if fields.flag("stream"):
@@ -613,4 +621,5 @@ def parse_generate(body: Any, served: Served, limits: Limits) -> Ask:
         token_ids=fields.flag("return_token_ids"),
         tokens_as_ids=True,
         priority=_priority(fields),
+        session=_session(fields),
     )

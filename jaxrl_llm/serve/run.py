@@ -36,6 +36,7 @@ class Settings:
     api_key: str | None = None
     name: str | None = None  # of the model; default: model.source
     grace: float = 30.0  # seconds that running requests have to finish when the server is told to stop
+    replicas: int = 1  # engines, each on a device of its own
     warm_up: bool = True  # compile the programs before clients are served
     limits: Limits = dataclasses.field(default_factory=Limits)
 
@@ -75,20 +76,17 @@ def serve(
     with contextlib.closing(listen(settings.host, settings.port)) as sock:
         import jax
 
-        from jaxrl_llm.assembly import build_engine
+        from jaxrl_llm.assembly import build_engine, replica_devices
         from jaxrl_llm.inference import load_policy, load_weights
         from jaxrl_llm.memory import refuse_too_large, sampler_parts
         from jaxrl_llm.serve.worker import Worker
 
+        replica_devices(settings.replicas)  # are there so many?
         model, version = load_policy(config, snapshot, version)
-        refuse_too_large(
-            [
-                sampler_parts(
-                    config, model.config, rows=config.sampler.slots, max_tokens=config.model.max_context
-                )
-            ]
-        )
-        engine = build_engine(config, model)
+        slots = config.sampler.slots
+        parts = sampler_parts(config, model.config, rows=slots, max_tokens=config.model.max_context)
+        refuse_too_large([[dataclasses.replace(p, bytes=p.bytes * settings.replicas) for p in parts]])
+        engine = build_engine(config, model, settings.replicas)
         fingerprint = engine.swap(model.params, version=version, pages="recompute")
         served = Served(
             name=settings.name or config.model.source,
@@ -105,7 +103,8 @@ def serve(
         service = Service(
             worker,
             served,
-            slots=config.sampler.slots,
+            slots=slots * settings.replicas,
+            replicas=settings.replicas,
             load=lambda path, wanted: load_weights(path, wanted, shapes),
             limits=settings.limits,
             source=config.model.source,

@@ -63,7 +63,9 @@ class Engine(Protocol):
     @property
     def filled_share(self) -> float: ...
     def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
-    def submit(self, prompt: Prompt, sampling: SamplingParams, *, priority: int = 0) -> list[int]: ...
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams, *, priority: int = ..., session: str | None = ...
+    ) -> list[int]: ...
     def cancel(self, id: int) -> Completion | None: ...
     def step(self) -> Sequence[Event]: ...
 
@@ -165,15 +167,23 @@ class Worker:
     # -------------------------------------------------------------------------- the event loop's side
 
     async def submit(
-        self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int = 0
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        priority: int = 0,
+        session: str | None = None,
     ) -> None:
         """Queues a job; returns when the engine has taken it. Higher priorities go first.
+
+        Args:
+          session: name of a conversation, whose turns go to one replica.
 
         Raises:
           InputError: it can never run.
           EngineError: the engine has failed or was stopped.
         """
-        await self._call(lambda: self._submit(job, prompts, sampling, priority))
+        await self._call(lambda: self._submit(job, prompts, sampling, priority, session))
 
     def cancel(self, job: Job) -> None:
         """Frees the slots and pages of what a job has not finished, after the dispatch that is under way."""
@@ -293,10 +303,17 @@ class Worker:
         self._rows.clear()
         self.on_fault()
 
-    def _submit(self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int) -> None:
+    def _submit(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        priority: int,
+        session: str | None,
+    ) -> None:
         try:
             for prompt in prompts:
-                job.ids += self._engine.submit(prompt, sampling, priority=priority)
+                job.ids += self._engine.submit(prompt, sampling, priority=priority, session=session)
         except Exception:
             for id in job.ids:
                 self._engine.cancel(id)

@@ -557,6 +557,61 @@ def test_replicas_cancel_swap_and_refuse_together():
         Replicas(TINY, [])
 
 
+def test_replicas_swap_all_or_none(monkeypatch):
+    made = Replicas(TINY, jax.devices()[:2], **OPTIONS)
+    made.swap(weights(0), version=0)
+    ids = [
+        id
+        for p in visits(2)
+        for id in made.submit(p, dataclasses.replace(SAMPLING, stop_ids=(), max_tokens=40))
+    ]
+    made.step()
+    served = [e._weights for e in made.engines]
+
+    def unchanged():
+        assert [e.version for e in made.engines] == [0, 0] and made.version == 0
+        assert all(e._weights is w for e, w in zip(made.engines, served, strict=True))
+        assert all(e.stats.swaps == 0 and e.running == 2 for e in made.engines)
+
+    with pytest.raises(InputError, match="damaged or mixed up"):
+        made.swap(params(1), version=1, expect="0" * 32)
+    unchanged()
+    with pytest.raises(InputError, match="do not fit the config"):
+        made.swap({**params(1), "final_norm": np.ones(3)}, version=1)
+    unchanged()
+    with pytest.raises(InputError, match="pages must be"):
+        made.swap(params(1), version=1, pages="drop")
+    unchanged()
+    # The second replica alone cannot take them.
+    made.engines[1].begin()
+    with pytest.raises(RuntimeError, match="between steps"):
+        made.swap(params(1), version=1, pages="recompute")
+    unchanged()
+    made.engines[1].finish()
+
+    def no_memory(*arguments, **more):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        changed.setattr(made.engines[1], "stage", no_memory)
+        made.swap(params(1), version=1)
+    unchanged()
+    print_ = made.swap(params(1), version=1, expect=fingerprint(params(1)))
+    assert print_ == made.fingerprint and {e.version for e in made.engines} == {1}
+    done = run(made)
+    assert {int(done[id].versions[-1]) for id in ids} == {1}
+
+
+def test_occupancy_of_replicas_is_that_of_their_slots():
+    made = Replicas(TINY, jax.devices()[:2], **OPTIONS)
+    made.swap(weights(0), version=0)
+    sampling = SamplingParams(max_tokens=8, n=2, stop_ids=())
+    for p in visits(2):
+        made.submit(p, sampling)
+    run(made)
+    assert made.stats.occupancy == made.engines[0].stats.occupancy == 0.5
+
+
 def test_prompts_may_be_computed_on_another_device():
     expected = one_engine()
     here, there = jax.devices()[:2]

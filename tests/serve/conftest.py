@@ -56,7 +56,7 @@ class ScriptedEngine:
         self.pages = 1 + slots
         self.stats = SamplerStats(slots=slots)
         self.waiting, self.active = [], []
-        self.cancelled, self.swapped = [], []
+        self.cancelled, self.swapped, self.sessions = [], [], []
         self.version, self.next_id, self.fail = 0, 0, None
         self.may_step = threading.Event()
         self.may_step.set()
@@ -72,7 +72,8 @@ class ScriptedEngine:
         self.swapped.append((params, version, pages, expect))
         return f"fingerprint-{version}"
 
-    def submit(self, prompt, sampling, *, priority=0):
+    def submit(self, prompt, sampling, *, priority=0, session=None):
+        self.sessions.append(session)
         ids = []
         for index in range(sampling.n):
             row = types.SimpleNamespace(
@@ -145,12 +146,15 @@ class ScriptedEngine:
 
 
 @contextlib.contextmanager
-def running(worker, served, *, slots, limits=None, grace=5.0, load=None, api_key=None, warm_up=False):
+def running(
+    worker, served, *, slots, replicas=1, limits=None, grace=5.0, load=None, api_key=None, warm_up=False
+):
     """A server that listens, in a thread: (address, service, server, ready); while it may still warm up, if it does."""
     service = Service(
         worker,
         served,
         slots=slots,
+        replicas=replicas,
         load=load or (lambda path, version: ({}, 0, None)),
         limits=limits,
         api_key=api_key,

@@ -124,6 +124,18 @@ def test_pause_keeps_rows_or_ends_them(scripted, eventually):
         assert call(place.url + "/pause?mode=stop", method="POST")[0] == 400
 
 
+def test_the_name_of_a_conversation_reaches_the_engine(scripted):
+    with scripted(hello) as place:
+        call(place.url + "/v1/completions", {"prompt": "a", "prompt_cache_key": "talk"})
+        message = {"role": "user", "content": "a"}
+        call(place.url + "/v1/chat/completions", {"messages": [message], "prompt_cache_key": "chat"})
+        call(place.url + "/inference/v1/generate", {"token_ids": [5], "prompt_cache_key": "ids"})
+        call(place.url + "/v1/completions", {"prompt": "a"})
+        assert place.engine.sessions == ["talk", "chat", "ids", None]
+        status, _, body = call(place.url + "/v1/completions", {"prompt": "a", "prompt_cache_key": 5})
+        assert status == 400 and body["error"]["param"] == "prompt_cache_key"
+
+
 def test_while_it_warms_up_it_is_alive_and_not_ready(scripted):
     with scripted(hello, warm_up=True) as place:
         assert call(place.url + "/liveness")[0] == 200
@@ -326,7 +338,7 @@ def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
         assert idle["jaxrl_tokens_per_second"] == idle["jaxrl_pages_fragmentation_ratio"] == 0
         assert call(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 7})[0] == 200
         place.engine.stats.reused_tokens, place.engine.stats.prefilled_tokens = 30, 10
-        place.engine.stats.decode_steps, place.engine.stats.decoded_tokens = 10, 15
+        place.engine.stats.slot_steps, place.engine.stats.decoded_tokens = 20, 15
         assert place.worker.view.running == 0  # who has the answer sees what it freed
         thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 2000})
         eventually(lambda: place.worker.view.running == 1)

@@ -18,6 +18,7 @@ from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.sampler import Engine, decode
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.serve.protocol import Limits, Served
 from jaxrl_llm.serve.worker import Worker
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
@@ -290,6 +291,30 @@ def test_after_the_warm_up_nothing_is_compiled_for_most_requests(tiny_params, se
         assert programs == [
             f._cache_size() for f in (decode.prefill, decode._generate, decode.duplicate_pages)
         ]
+
+
+def test_replicas_answer_as_one_engine_and_keep_conversations(client, tiny_params, serving):
+    tokenizer = tiny_tokenizer()
+    options = dict(page_size=16, max_context=128, tokenizer=tokenizer, steps_per_dispatch=4, prefill_rows=2)
+    engine = Replicas(TINY, jax.devices()[:2], slots=4, pages=33, prefill_chunk=32, **options)
+    print_ = engine.swap(tiny_params, version=3, pages="recompute")
+    served = Served(name="tiny", tokenizer=tokenizer, vocab_size=128, eos_ids=TINY.eos_ids, max_context=128)
+    worker = Worker(engine, version=3, fingerprint=print_)
+    with serving(worker, served, slots=8, replicas=2, warm_up=True) as place:
+        assert place.ready.wait(120)
+        warm = [e.stats.completions for e in engine.engines]
+        assert warm == [3, 3]  # each has compiled its programs
+        with openai.OpenAI(base_url=place.url + "/v1", api_key="any", max_retries=0) as many:
+            common = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "seed": 4, "max_tokens": 8}
+            texts = [c.text for c in many.completions.create(**common).choices]
+            assert texts == [c.text for c in client.completions.create(**common).choices]
+            assert [e.stats.completions - n for e, n in zip(engine.engines, warm, strict=True)] == [2, 2]
+            for turn in ("one", "two", "three"):  # texts that have nothing in common
+                more = {"prompt_cache_key": "talk"}
+                many.completions.create(model="tiny", prompt=turn, max_tokens=2, extra_body=more)
+            given = [e.stats.completions - n for e, n in zip(engine.engines, warm, strict=True)]
+            assert given == [5, 2]
+        assert worker.view.pages == 64 and worker.view.stats.slots == 8
 
 
 def test_a_seed_repeats_and_none_does_not(client):
