@@ -10,7 +10,9 @@ requests, on the sampled tokens and on when requests come, never on time.
 - A row is placed when a slot is free and the pages for its next dispatch are; it runs once its prefix is filled,
   which can take several turns of the engine while other rows decode.
 - Rows wait in the order of priority (higher first) and arrival. Preempted rows come before those that have not
-  started, unless these have a higher priority.
+  started, unless these have a higher priority. A row for which there is no slot or too few pages holds up all that
+  come after it, so that large ones get their turn. One that waits only until another row's prompt is filled, since
+  both begin alike, does not: those after it may start in the slots that it leaves over.
 - When a running row needs a page and none is free, prefixes without a placed row and pages that only the cache
   holds are dropped (prefill is a pure function of the prompt, so computing one again gives the same bits), then
   the placed row that comes last in that order is preempted. The first one therefore always gets on.
@@ -211,10 +213,17 @@ class Scheduler:
         for row in list(self.placed):
             if row.slot is not None:  # not preempted for an earlier row
                 self._grow(row, plan)
-        while self._free_slots and self._waiting:
-            if not self._place(self._waiting[0], plan):
+        kept = 0  # slots of rows that can start as soon as what they begin with is filled
+        for row in list(self._waiting):
+            if len(self._free_slots) <= kept:
                 break
-            self._waiting.pop(0)
+            found = self._beginning(row)
+            if found is None:
+                kept += 1
+            elif self._place(row, found, plan):
+                self._waiting.remove(row)
+            else:
+                break
         self._look_ahead(plan)
         self.placed.sort(key=lambda row: row.rank)
         if not self.placed and self.busy and not self.filling:
@@ -300,16 +309,23 @@ class Scheduler:
         row.own += self.allocator.allocate(missing)
         plan.grown.append(row)
 
-    def _place(self, row: Row, plan: Plan) -> bool:
+    def _by_itself(self, row: Row) -> bool:
+        """Whether a row needs no prefix, since its K/V come back whole."""
+        return row.saved is not None and (row.alone or not row.prefix.ready)
+
+    def _beginning(self, row: Row) -> list[int] | None:
+        """Pages that are there already for a prefix that has none; None: the row has to wait, see `_find`."""
+        if row.prefix.pages is not None or self._by_itself(row):
+            return []
+        return self._find(row.prefix)
+
+    def _place(self, row: Row, found: list[int], plan: Plan) -> bool:
+        """Places a row whose prefix can begin with the pages `found`; False: there are too few pages."""
         prefix, S = row.prefix, self._page_size
-        # K/V that come back whole need no prefix.
-        alone = row.saved is not None and (row.alone or not prefix.ready)
+        alone = self._by_itself(row)
         shared = 0 if alone else prefix.shared(S)
         own = max(0, self._total(row) - shared)
         settle = prefix.pages is None and not alone
-        found = self._find(prefix) if settle else []
-        if found is None:
-            return False
         new = pages_for(len(prefix.tokens), S) - len(found) if settle else 0
         self.allocator.retain(found)  # not to be evicted for this very row
         if not alone:

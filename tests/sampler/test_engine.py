@@ -420,6 +420,29 @@ def test_a_long_prompt_does_not_hold_up_rows_that_decode():
     )
 
 
+def test_a_row_that_waits_for_anothers_prompt_does_not_hold_up_the_next():
+    made = engine(prefill_calls=1, steps_per_dispatch=2)
+    sampling = SamplingParams(max_tokens=30, stop_ids=())
+    (first,) = made.submit(prompt("first", 5), sampling)
+    made.step()
+    long = prompt("long", 80, seed=1)
+    twin = Prompt(uid="twin", tokens=np.append(long.tokens[:70], [5, 6]).astype(np.int32))
+    other = prompt("other", 9, seed=2)
+    ids = [made.submit(p, dataclasses.replace(sampling, max_tokens=6))[0] for p in (long, twin, other)]
+    steps = []
+    done = {}
+    while made.busy:
+        events = made.step()
+        steps.append({event.id for event in events})
+        done |= {event.id: event.completion for event in events if event.completion is not None}
+    # The prompt of `long` takes five calls; `other` has its first tokens, and its last, before that.
+    begins = {id: next(t for t, step in enumerate(steps) if id in step) for id in ids}
+    assert begins[ids[2]] < begins[ids[0]] <= begins[ids[1]]
+    for id, p in zip(ids, (long, twin, other), strict=True):
+        assert equal(done[id], alone(p, dataclasses.replace(sampling, max_tokens=6)))
+    assert equal(done[first], alone(prompt("first", 5), sampling)) and made.stats.reused_tokens == 64
+
+
 def test_the_next_turn_of_a_conversation_finds_its_pages():
     sampling = SamplingParams(max_tokens=30, stop_ids=())
     for reuse in (False, True):

@@ -515,7 +515,7 @@ _SAMPLE = re.compile(r'([a-z_]+)(\{[a-z_]+="[^"]*"(?:,[a-z_]+="[^"]*")*\})? ([0-
 
 
 def test_metrics_can_be_scraped(place, client):
-    client.completions.create(model="tiny", prompt="x", max_tokens=4)
+    client.completions.create(model="tiny", prompt="xyz", max_tokens=4)
     with urllib.request.urlopen(place.url + "/metrics") as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
