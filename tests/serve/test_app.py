@@ -323,7 +323,7 @@ def test_nothing_is_left_behind_by_many_clients(scripted, eventually):
             thread.join(20)
         assert {t.result[2]["choices"][0]["text"] for t in threads} == {"hello"}
         eventually(lambda: place.service.in_flight == 0)
-        assert place.service._open == 0 and not place.worker._rows and not place.engine.busy
+        assert place.service.open_completions == 0 and not place.worker._rows and not place.engine.busy
 
 
 def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
