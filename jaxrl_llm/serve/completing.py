@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,9 +70,10 @@ async def _complete(
         if done is None:
             reason = "disconnect"
             return Response(status_code=CLOSED)
-        body = functools.partial(shape, answer, done, service.worker.view.version)
-        # What is said of a long prompt may be megabytes.
-        return json_response(await asyncio.to_thread(body) if ask.sampling.prompt_logprobs else body())
+        version = service.worker.view.version
+        if ask.sampling.prompt_logprobs:  # what is said of a long prompt may be megabytes
+            return await asyncio.to_thread(lambda: json_response(shape(answer, done, version)))
+        return json_response(shape(answer, done, version))
     except TimeoutError:
         reason = "timeout"
         raise timed_out(service.limits) from None
