@@ -451,13 +451,16 @@ def parse_completion(body: Any, served: Served, limits: Limits) -> Ask:
         default=16, top=top or 0, prompt_top=max(shown, default=None), may_score=echo or of_prompt is not None
     )
     sampling, score_only = _sampling(fields, served, limits, prompts, want)
-    texts = [p if isinstance(p, str) else served.tokenizer.decode(p) for p in (given if many else [given])]
+    texts = None
+    if echo:
+        asked = given if many else [given]
+        texts = tuple(p if isinstance(p, str) else served.tokenizer.decode(p) for p in asked)
     return Ask(
         prompts=prompts,
         sampling=sampling,
         logprobs=top is not None,
         top=top or 0,
-        echo=tuple(texts) if echo else None,
+        echo=texts,
         prompt_logprobs=of_prompt,
         score_only=score_only,
         **options,

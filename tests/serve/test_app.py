@@ -1,5 +1,6 @@
 """The server over HTTP, on an engine whose every step is known: overload, leaving clients, pauses, faults, keys."""
 
+import asyncio
 import itertools
 import json
 import socket
@@ -12,6 +13,7 @@ import warnings
 import pytest
 
 from jaxrl_llm.serve.metrics import Rate
+from jaxrl_llm.serve.run import Settings, listen, make_server
 
 
 def endless(prompt, index):
@@ -170,6 +172,16 @@ def test_a_warm_up_that_is_stopped_or_fails_ends_the_server(scripted, fails, cap
         assert not place.thread.is_alive() and not place.ready.is_set()
         place.engine.may_step.set()
     assert ("ValueError: no such program" in capfd.readouterr().err) == fails
+
+
+def test_when_nobody_can_be_told_that_it_is_ready_it_ends(scripted):
+    def told():
+        raise BrokenPipeError
+
+    with scripted(hello) as place, listen("127.0.0.1", 0) as sock:
+        server = make_server(place.service, Settings(warm_up=False), told)
+        with pytest.raises(BrokenPipeError):
+            asyncio.run(asyncio.wait_for(server.serve(sockets=[sock]), 20))
 
 
 def test_of_what_never_began_the_prompt_has_no_logprobs(scripted, eventually):
