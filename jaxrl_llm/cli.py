@@ -240,6 +240,45 @@ class Bench:
 
 
 @dataclasses.dataclass(frozen=True)
+class Simulate:
+    """Plans a schedule: a model of sampler fleet and learner that says what idles, how old samples get and what is dropped.
+
+    Prompts, group size, schedule and slots of a replica are those of the config, for example --set schedule.max_age=4."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; default: the config of --from, else the defaults of every setting."""
+    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """Run folder whose lengths and speeds are used; the model is checked against it."""
+    lengths: str | None = None
+    """Tokens of a sample: lognormal:median=200,p99=2000[,max=8000], uniform:low=10,high=500, constant:tokens=200, or a file
+    of numbers; default: the lengths of --from."""
+    replicas: int = 1
+    """Chips of the fleet, sampler.slots samples on each."""
+    decode_seconds: float | None = None
+    """Seconds of a decode step; default: as --from measured."""
+    update_seconds: float | None = None
+    """Seconds of an update on one chip; default: as --from measured."""
+    swap_seconds: float = 0.0
+    """Seconds until new weights are in the fleet."""
+    split: bool = False
+    """The learner has chips of its own, so that sampling goes on while it trains."""
+    learner_chips: int | None = None
+    """With --split: chips of the learner, which divide the seconds of an update; default: 1."""
+    updates: int | None = None
+    """Train steps to simulate; default: those of the config."""
+    seed: int = 0
+    """Of the lengths that are drawn."""
+    compare: bool = False
+    """Synchronous, one step off and asynchronous beside each other."""
+    plot: str | None = None
+    """SVG file to write: who works when in the last train steps."""
+    json: bool = False
+    """Print one JSON object."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set schedule.max_age=4; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Jetstream:
     """Serves a model, or a snapshot of a run, with JetStream's gRPC server (extra [jetstream]) until Ctrl-C.
 
@@ -271,6 +310,7 @@ _Command = (
     | Annotated[Parity, tyro.conf.subcommand("parity")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[ReplaySpan, tyro.conf.subcommand("replay")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -349,6 +389,8 @@ def _run(command: Any) -> int:
             return _parity(command)
         case Serve():
             return _serve(command)
+        case Simulate():
+            return _simulate(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -604,6 +646,52 @@ def _bench(args: Bench) -> int:
         result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
     _print(result, args.json)
     return 0
+
+
+_WATCHED = 8  # train steps in a plot
+
+
+def _simulate(args: Simulate) -> int:
+    from jaxrl_llm.config import apply_overrides, load_config, parse_config
+
+    if args.config is not None:
+        config = load_config(args.config, args.overrides)
+    elif args.source is not None:
+        config = load_config(_existing_run(args.source) / "config.yaml", args.overrides)
+    else:
+        config = parse_config(apply_overrides({}, args.overrides))
+    plot = None if args.plot is None else _new_file(args.plot, "--plot", ".svg")
+    from jaxrl_llm.diagnostics.timeline import timeline_svg
+    from jaxrl_llm.planning.recorded import read_run
+    from jaxrl_llm.planning.study import study
+
+    given = dataclasses.asdict(args)
+    found = study(
+        config,
+        record=None if args.source is None else read_run(_existing_run(args.source)),
+        watch=0 if plot is None else _WATCHED,
+        **{k: v for k, v in given.items() if k not in ("config", "source", "plot", "json", "overrides")},
+    )
+    if plot is not None:
+        plot.write_text(timeline_svg(found.panels(_WATCHED)), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found.as_data()))
+    else:
+        print(found.as_text() + ("" if plot is None else f"\n\nPlot: {plot}"))
+    return 0
+
+
+def _new_file(path: str, option: str, suffix: str) -> pathlib.Path:
+    """A file to write, refused before anything is computed when it cannot be one."""
+    from jaxrl_llm.run_folder import check_path
+
+    check_path(path, option)
+    file = pathlib.Path(path)
+    if file.suffix != suffix or file.is_dir():
+        raise InputError(f"{option} {path}: give the name of a {suffix} file.")
+    if not file.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {file.parent}. Make it, or choose another.")
+    return file
 
 
 def _jetstream(args: Jetstream) -> int:
