@@ -168,6 +168,10 @@ class Serve:
     """Seconds that a request may take."""
     grace: float = 30.0
     """Seconds that running requests may still take when the server is told to stop."""
+    replicas: int = 1
+    """Copies of the model, each on a device of its own with sampler.slots rows; conversations stay where their pages are."""
+    warm_up: bool = True
+    """Compile the programs before the first request; /health answers 503 until then."""
     overrides: _Overrides = ()
     """Override a setting, for example --set sampler.slots=16; may be repeated."""
 
@@ -594,6 +598,8 @@ def _serve(args: Serve) -> int:
         api_key=os.environ.get("JAXRL_API_KEY") if args.api_key is None else args.api_key,
         name=args.name,
         grace=args.grace,
+        replicas=args.replicas,
+        warm_up=args.warm_up,
         limits=Limits(queued=args.queue, seconds=args.timeout),
     )
     config = _settings(args)

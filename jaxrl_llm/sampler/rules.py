@@ -63,10 +63,11 @@ class RuleTable:
             raise InputError(
                 f"sampler: stop_ids, suppress_ids and logit_bias must be in [0, {V}), got {outside}."
             )
-        if sampling.top_logprobs > V:
-            raise InputError(
-                f"sampler: top_logprobs={sampling.top_logprobs} is more than the {V} tokens of the vocabulary."
-            )
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            if getattr(sampling, name) > V:
+                raise InputError(
+                    f"sampler: {name}={getattr(sampling, name)} is more than the {V} tokens of the vocabulary."
+                )
         if sampling.stop and self._tokenizer is None:
             raise InputError(
                 "sampler: stop strings need a tokenizer; pass tokenizer= to Sampler, or use stop_ids."
