@@ -91,3 +91,10 @@ def test_ragged_lengths_spread_between_the_two_ends():
 def test_lengths_that_do_not_fit_are_refused(lengths):
     with pytest.raises(InputError, match="lengths must be 2 x 2 numbers in"):
         bench_rollout(TINY, prompts=2, group=2, new_tokens=8, lengths=lengths)
+
+
+def test_the_shortest_sample_can_be_given_for_rollouts_only():
+    out = run_bench("rollout", **SMALL, shortest_tokens=2)
+    assert (out["shortest_tokens"], out["tokens"]) == (2, sum(ragged_lengths(8, 2, 8)))
+    with pytest.raises(InputError, match="--shortest-tokens goes with .*, not with update"):
+        run_bench("update", **SMALL, shortest_tokens=2)
