@@ -1,0 +1,236 @@
+# Asks for the slices, copies the code, starts a worker on every host and follows them; after a preemption it asks again
+# and the run goes on. At the end, also a failed one, the machines are deleted.
+#
+#   bash launch.sh           all of that; Ctrl-C stops the run, which saves a snapshot, and deletes the machines
+#   bash launch.sh follow    shows what the workers print
+#   bash launch.sh stop      stops the workers
+#   bash launch.sh delete    deletes the machines
+
+poll=${JAXRL_POLL_SECONDS:-30}
+watch=${JAXRL_WATCH_SECONDS:-3}
+private=
+followers=
+
+say() { printf '[launch] %s\n' "$*"; }
+tpus() { gcloud compute tpus "$@" "${where[@]}"; }
+on() { tpus tpu-vm ssh "$1" --worker="$2" --command "$3" </dev/null; } # node, worker or all, command
+
+pause() { # so that a signal is not kept waiting
+  sleep "$1" &
+  wait $! || true
+}
+
+again() { # a few tries: a new machine refuses connections until its keys are there
+  local try
+  for try in 1 2 3 4 5; do
+    if "$@"; then return 0; fi
+    say "try $try failed: $1 $2"
+    pause "$poll"
+  done
+  return 1
+}
+
+state() {
+  local answer
+  if answer=$(tpus queued-resources describe "$name" --format='value(state.state)' 2>"$out/describe.txt"); then
+    printf '%s\n' "$answer"
+  elif grep -qi 'not[_ ]found' "$out/describe.txt"; then
+    echo MISSING
+  else
+    echo UNKNOWN
+  fi
+}
+
+delete_machines() {
+  if [ "$(state)" != MISSING ]; then
+    say "deleting $name"
+    tpus queued-resources delete "$name" --force --quiet
+  fi
+}
+
+await_active() { # 0: ACTIVE; 1: it will not be
+  local now before=
+  while :; do
+    now=$(state)
+    if [ "$now" != "$before" ]; then say "$name is $now"; fi
+    before=$now
+    case $now in
+      ACTIVE) return 0 ;;
+      FAILED | SUSPENDED | SUSPENDING | DELETING | MISSING) return 1 ;;
+    esac
+    pause "$poll"
+  done
+}
+
+pack() { # the files of the repository, without what git ignores
+  git ls-files -z --cached --others --exclude-standard |
+    while IFS= read -r -d '' path; do if [ -e "$path" ]; then printf '%s\0' "$path"; fi; done |
+    tar --null -T - -czf "$out/code.tgz"
+}
+
+write_secrets() { # into a file that nobody else can read
+  local secret
+  : >"$private/secrets.sh"
+  for secret in ${secrets[@]+"${secrets[@]}"}; do
+    printf 'export %s=%q\n' "$secret" "${!secret}" >>"$private/secrets.sh"
+  done
+}
+
+set_up() {
+  local node
+  pack || return 1
+  write_secrets || return 1
+  for node in "${nodes[@]}"; do
+    again on "$node" all 'mkdir -p jaxrl && chmod 700 jaxrl' || return 1
+    again tpus tpu-vm scp "$out/code.tgz" "$out/worker.sh" "$private/secrets.sh" "$node:jaxrl/" --worker=all || return 1
+    on "$node" all 'bash jaxrl/worker.sh setup' || return 1
+  done
+}
+
+start_workers() {
+  local node
+  for node in "${nodes[@]}"; do on "$node" all 'bash jaxrl/worker.sh start' || return 1; done
+}
+
+stop_workers() { # SIGTERM on every host at the same time; comes back when all have ended
+  local node pids=
+  for node in "${nodes[@]}"; do
+    on "$node" all 'bash jaxrl/worker.sh stop' >/dev/null 2>&1 &
+    pids="$pids $!"
+  done
+  wait $pids || true
+}
+
+follow_worker() { # node, worker: shows and keeps its output; leaves its exit code, or "lost", in a file
+  local log="$out/logs/$1-$2.log" result="$out/exit/$1-$2" line from now
+  touch "$log"
+  while :; do
+    from=$(($(wc -l <"$log") + 1))
+    on "$1" "$2" "bash jaxrl/worker.sh follow $from" 2>>"$out/logs/ssh.txt" |
+      while IFS= read -r line; do
+        case $line in
+          '##exit '*) printf '%s\n' "${line#'##exit '}" >"$result" ;;
+          *)
+            printf '%s\n' "$line" >>"$log"
+            printf '[%s-%s] %s\n' "$1" "$2" "$line"
+            ;;
+        esac
+      done || true
+    if [ -s "$result" ]; then return 0; fi
+    now=$(state)
+    case $now in
+      ACTIVE | UNKNOWN) sleep "$poll" ;; # the connection was lost, the machine is there
+      *)
+        say "$1-$2 is lost: $name is $now"
+        echo lost >"$result"
+        return 0
+        ;;
+    esac
+  done
+}
+
+follow() { # sets code: 0, or that of the first worker that failed, or lost
+  local node worker file first= ended
+  rm -rf "$out/exit" && mkdir -p "$out/exit" "$out/logs"
+  for node in "${nodes[@]}"; do
+    for ((worker = 0; worker < hosts; worker++)); do
+      follow_worker "$node" "$worker" &
+      followers="$followers $!"
+    done
+  done
+  while :; do
+    ended=0
+    for file in "$out"/exit/*; do
+      if [ -s "$file" ]; then
+        ended=$((ended + 1))
+        if [ -z "$first" ] && [ "$(cat "$file")" != 0 ]; then
+          first=$(cat "$file")
+          say "${file##*/} ended with $first; the others are told to end"
+          stop_workers
+        fi
+      fi
+    done
+    if [ "$ended" -ge $((${#nodes[@]} * hosts)) ]; then break; fi
+    pause "$watch"
+  done
+  wait $followers || true
+  followers=
+  code=${first:-0}
+}
+
+finish() {
+  if [ "$keep" = true ]; then
+    say "$name is kept; delete it with: bash $out/launch.sh delete"
+  else
+    delete_machines || say "could not delete $name; delete it with: bash $out/launch.sh delete"
+  fi
+}
+
+interrupted() {
+  trap '' INT TERM
+  say "stopping: the workers have $grace s to save a snapshot"
+  stop_workers
+  [ -z "$followers" ] || wait $followers || true
+  finish
+  exit 75
+}
+
+start() {
+  local restarts=0 now
+  private=$(mktemp -d)
+  chmod 700 "$private"
+  trap 'rm -rf "$private"' EXIT
+  trap interrupted INT TERM
+  while :; do
+    code=
+    now=$(state)
+    case $now in FAILED | SUSPENDED | SUSPENDING) delete_machines ;; esac
+    case $now in FAILED | SUSPENDED | SUSPENDING | MISSING) "${create[@]}" "${where[@]}" ;; esac
+    if await_active; then
+      if set_up && start_workers; then
+        follow
+      elif [ "$(state)" = ACTIVE ]; then
+        say 'the set-up failed'
+        code=1
+      else
+        code=lost
+      fi
+    elif [ "$(state)" = FAILED ]; then
+      tpus queued-resources describe "$name" || true
+      code=1
+    else
+      code=lost
+    fi
+    case $code in
+      lost | 75 | 143)
+        if [ "$restarts" -ge "$max_restarts" ]; then
+          say "stopped after $restarts restarts"
+          finish
+          exit 75
+        fi
+        restarts=$((restarts + 1))
+        say "preempted; restart $restarts of $max_restarts"
+        pause "$poll"
+        ;;
+      *)
+        finish
+        exit "$code"
+        ;;
+    esac
+  done
+}
+
+mkdir -p "$out/logs"
+case ${1:-start} in
+  start) start ;;
+  follow)
+    follow
+    say "ended with $code"
+    ;;
+  stop) stop_workers ;;
+  delete) delete_machines ;;
+  *)
+    echo "usage: bash $out/launch.sh [start|follow|stop|delete]" >&2
+    exit 2
+    ;;
+esac
