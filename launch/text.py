@@ -70,6 +70,8 @@ def _scalar(value: Any) -> str:
 
 def _escaped(character: str) -> str:
     """As YAML reads it in double quotes: as in JSON, but for characters beyond 16 bits, which are two in JSON."""
+    if character == "\x7f":  # the one that JSON leaves as it is, and YAML does not allow
+        return "\\x7F"
     return f"\\U{ord(character):08X}" if ord(character) > 0xFFFF else json.dumps(character)[1:-1]
 
 

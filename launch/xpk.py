@@ -40,6 +40,8 @@ def render(plan: Plan) -> Rendered:
                 f"--env {name}: XPK 1.16 writes values between double quotes as they are, so that a quote, a backslash or a line "
                 "end in one breaks its JobSet. Use --backend gke-jobset."
             )
+    if any("\n" in argument for argument in plan.command):
+        raise LaunchError("the command holds a line end, which breaks the JobSet that XPK 1.16 writes; use --backend gke-jobset.")
     where = _where(plan)
     delete = shlex.join(["xpk", "workload", "delete", "--workload", plan.name, *where, "--force"])
     script = launch_script(plan, create=shlex.join(workload_command(plan)), delete=delete)
