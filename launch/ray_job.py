@@ -50,12 +50,13 @@ def render(plan: Plan) -> Rendered:
         "#!/usr/bin/env bash\n"
         "# bash launch.sh         starts the job and shows what it prints; Ctrl-C leaves it running\n"
         "# bash launch.sh follow  shows what it prints\n"
-        "# bash launch.sh stop    stops it, after a snapshot, and deletes what Ray remembers of it\n"
+        "# bash launch.sh stop    stops it, after a snapshot\n"
         "set -euo pipefail\n"
         "case ${1:-start} in\n"
-        f"  start) {shlex.join(submit)} ;;\n"
+        # Ray keeps an ended job under its name; one that runs is not deleted, and then the name is refused.
+        f"  start)\n    {others['delete']} >/dev/null 2>&1 || true\n    {shlex.join(submit)}\n    ;;\n"
         f"  follow) {shlex.join(['ray', 'job', 'logs', '--follow', *address, plan.name])} ;;\n"
-        f"  stop) {others['stop']}; {others['delete']} ;;\n"
+        f"  stop) {others['stop']} ;;\n"
         f'  *) echo "usage: bash {plan.out}/launch.sh [start|follow|stop]" >&2; exit 2 ;;\n'
         "esac\n"
     )

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _start(plan, rendered)
     except ValueError as error:
-        print(f"tpu_run: {load_redact().redact_text(str(error))}", file=sys.stderr)
+        print(f"tpu_run: {load_redact().hide_credentials(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -41,7 +41,9 @@ def render(plan: Plan) -> Rendered:
                 "end in one breaks its JobSet. Use --backend gke-jobset."
             )
     if any("\n" in argument for argument in plan.command):
-        raise LaunchError("the command holds a line end, which breaks the JobSet that XPK 1.16 writes; use --backend gke-jobset.")
+        raise LaunchError(
+            "the command holds a line end, which breaks the JobSet that XPK 1.16 writes; use --backend gke-jobset."
+        )
     where = _where(plan)
     delete = shlex.join(["xpk", "workload", "delete", "--workload", plan.name, *where, "--force"])
     script = launch_script(plan, create=shlex.join(workload_command(plan)), delete=delete)

@@ -13,7 +13,11 @@ followers=
 
 say() { printf '[launch] %s\n' "$*"; }
 tpus() { gcloud compute tpus "$@" "${where[@]}"; }
-on() { tpus tpu-vm ssh "$1" --worker="$2" --command "$3" </dev/null; } # node, worker or all, command
+
+on() { # node, worker or all, command; notices within two minutes when the machine has gone
+  gcloud compute tpus tpu-vm ssh "$1" "${where[@]}" --worker="$2" --command "$3" -- \
+    -o ServerAliveInterval=30 -o ServerAliveCountMax=4 </dev/null
+}
 
 pause() { # so that a signal is not kept waiting
   sleep "$1" &

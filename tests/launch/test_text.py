@@ -41,5 +41,7 @@ def test_a_script_stays_readable():
 @pytest.mark.parametrize("items", [["a b", "it's", '"q"', "$HOME", "`x`", "a\nb", "", "é", "*"], ["x"]])
 def test_bash_reads_what_was_meant(items):
     script = array("items", items) + assign(one=items[0]) + 'printf "%s\\0" "$one" "${items[@]}"'
-    result = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], capture_output=True, text=True, check=True
+    )
     assert result.stdout.split("\0")[:-1] == [items[0], *items]

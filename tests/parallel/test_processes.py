@@ -37,7 +37,16 @@ def test_all_devices_of_all_processes_add_up(tmp_path, processes):
     script = tmp_path / "sum.py"
     script.write_text(SCRIPT)
     launch = [sys.executable, ROOT / "launch" / "tpu_run.py", "--logs", tmp_path / "logs", "--grace", "5"]
-    launch += ["--num-processes", str(processes), "--devices-per-process", "2", "--", sys.executable, script, tmp_path]
+    launch += [
+        "--num-processes",
+        str(processes),
+        "--devices-per-process",
+        "2",
+        "--",
+        sys.executable,
+        script,
+        tmp_path,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -61,10 +70,22 @@ def test_one_process_that_knows_of_no_others(environment):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set and JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID not"),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "must be 0 to 1"),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "a whole number"),
-        ({"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "must be host:port"),
+        (
+            {"JAX_NUM_PROCESSES": "2"},
+            "JAX_NUM_PROCESSES is set and JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID not",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "must be 0 to 1",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+            "a whole number",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "must be host:port",
+        ),
         ({"JAXRL_DISTRIBUTED": "yes"}, "must be auto"),
     ],
 )
