@@ -16,6 +16,11 @@ pause() {
   wait $! || true
 }
 
+end_followers() {
+  local follower
+  for follower in $followers; do kill -TERM -- "-$follower" 2>/dev/null || true; done
+}
+
 build_image() { # from the files of the repository, without what git ignores
   git ls-files -z --cached --others --exclude-standard |
     while IFS= read -r -d '' path; do if [ -e "$path" ]; then printf '%s\0' "$path"; fi; done |
@@ -57,7 +62,9 @@ follow() {
         *" $pod "*) ;;
         *)
           known="$known$pod "
+          set -m # a process group of its own, so that it can be ended with all its parts
           follow_pod "$pod" &
+          set +m
           followers="$followers $!"
           ;;
       esac
@@ -89,7 +96,6 @@ clean_up() {
 detached() {
   trap - INT TERM
   say "the job goes on. Follow it: bash $out/launch.sh follow; stop it: bash $out/launch.sh stop"
-  if [ -n "$followers" ]; then kill $followers 2>/dev/null || true; fi
   exit 130
 }
 
@@ -119,6 +125,7 @@ start() {
 }
 
 mkdir -p "$out/logs"
+trap end_followers EXIT
 case ${1:-start} in
   start) start ;;
   follow) follow_to_the_end ;;

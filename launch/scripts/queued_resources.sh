@@ -24,6 +24,11 @@ pause() { # so that a signal is not kept waiting
   wait $! || true
 }
 
+end_followers() {
+  local follower
+  for follower in $followers; do kill -TERM -- "-$follower" 2>/dev/null || true; done
+}
+
 again() { # a few tries: a new machine refuses connections until its keys are there
   local try
   for try in 1 2 3 4 5; do
@@ -138,7 +143,9 @@ follow() { # sets code: 0, or that of the first worker that failed, or lost
   rm -rf "$out/exit" && mkdir -p "$out/exit" "$out/logs"
   for node in "${nodes[@]}"; do
     for ((worker = 0; worker < hosts; worker++)); do
+      set -m # a process group of its own, so that it can be ended with all its parts
       follow_worker "$node" "$worker" &
+      set +m
       followers="$followers $!"
     done
   done
@@ -183,7 +190,7 @@ start() {
   local restarts=0 now
   private=$(mktemp -d)
   chmod 700 "$private"
-  trap 'rm -rf "$private"' EXIT
+  trap 'end_followers; rm -rf "$private"' EXIT
   trap interrupted INT TERM
   while :; do
     code=
@@ -225,6 +232,7 @@ start() {
 }
 
 mkdir -p "$out/logs"
+trap end_followers EXIT
 case ${1:-start} in
   start) start ;;
   follow)

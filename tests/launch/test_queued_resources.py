@@ -87,6 +87,7 @@ def cloud(tmp_path):
             "FAKE_HOSTS": "2",
         }
         environment |= {"HF_TOKEN": TOKEN, "JAXRL_POLL_SECONDS": "0.2", "JAXRL_WATCH_SECONDS": "0.2"}
+        launch.environment = environment
         process = subprocess.Popen(
             [*command, *options, "--", "python", "train.py"],
             env=environment,
@@ -98,8 +99,18 @@ def cloud(tmp_path):
         started.append(process)
         return process
 
-    launch.cloud, launch.out = cloud, repository / "runs/launch/job"
+    def follow() -> subprocess.Popen:
+        script = ["bash", "runs/launch/job/launch.sh", "follow"]
+        environment = launch.environment
+        process = subprocess.Popen(
+            script, cwd=repository, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    launch.cloud, launch.out, launch.follow = cloud, repository / "runs/launch/job", follow
     yield launch
+    (cloud / "resource.json").unlink(missing_ok=True)  # so that nobody follows it any more
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -150,6 +161,7 @@ def test_a_run_that_ends_well(cloud):
     assert "--only-dir team my-runs /mnt/jaxrl" in (host / "mounted").read_text()
 
 
+@pytest.mark.slow
 def test_several_slices(cloud):
     code, output = finish(cloud("", "--slices", "2"))
     assert code == 0, output
@@ -192,6 +204,7 @@ print("went on")
     assert all("went on" in text for text in logs(cloud).values())
 
 
+@pytest.mark.slow
 def test_workers_that_saved_and_ended_start_again_on_the_same_machines(cloud):
     code, output = finish(cloud("sys.exit(75 if life < 3 else 0)"))
     assert code == 0, output
@@ -199,6 +212,7 @@ def test_workers_that_saved_and_ended_start_again_on_the_same_machines(cloud):
     assert len(calls(cloud.cloud, "create")) == 1
 
 
+@pytest.mark.slow
 def test_restarts_end(cloud):
     code, output = finish(cloud("sys.exit(75)", "--max-restarts", "1"))
     assert code == 75, output
@@ -217,6 +231,21 @@ def test_sigterm_saves_and_deletes(cloud):
     assert code == 75, output
     assert all("saved" in text for text in logs(cloud).values())
     assert not (cloud.cloud / "resource.json").exists()
+
+
+def test_whoever_follows_from_elsewhere_can_leave(cloud):
+    process = cloud("time.sleep(600)")
+    begin = time.monotonic()
+    while not all((cloud.cloud / f"ready-job-{i}").exists() for i in (0, 1)):
+        assert process.poll() is None and time.monotonic() - begin < LIMIT
+        time.sleep(0.1)
+    other = cloud.follow()
+    for line in other.stdout:
+        if "token ***" in line:
+            break
+    other.send_signal(signal.SIGTERM)
+    other.communicate(timeout=LIMIT)  # nobody is left who prints
+    assert process.poll() is None
 
 
 def test_machines_that_are_refused(cloud):
