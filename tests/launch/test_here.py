@@ -1,5 +1,6 @@
 """`--backend here` with small scripts in place of training: real processes, real signals."""
 
+import json
 import os
 import pathlib
 import signal
@@ -212,6 +213,29 @@ def test_a_command_that_is_not_there_is_bad_input(tmp_path):
     )
     assert result.returncode == 2
     assert "no such program cannot be started: No such file or directory" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_real_run_stops_and_the_same_command_goes_on(tmp_path):
+    (tmp_path / "jaxrl").write_text(
+        f'#!/bin/bash\nexec "{sys.executable}" -c "from jaxrl_llm.cli import main; main()" "$@"\n'
+    )
+    (tmp_path / "jaxrl").chmod(0o755)
+    root, run = TPU_RUN.parents[1], tmp_path / "the run"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    command = [sys.executable, TPU_RUN, "--config", root / "configs/tiny.yaml", "--run", run, "--set", "steps=12"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with first:
+        until(first, "step  3/12")
+        first.send_signal(signal.SIGTERM)
+        assert "Stopped after step" in first.communicate(timeout=300)[0]
+    assert first.returncode == 75
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert second.returncode == 0 and "going on after step" in second.stdout
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["version"] for row in rows] == list(range(13))
+    log = (run / "logs" / "worker-0.log").read_text()
+    assert "Stopped after step" in log and "step 12/12" in log
 
 
 def test_jaxrl_goes_on_in_a_folder_that_holds_a_run(tmp_path):
