@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from launch.kubernetes import launch_script, need_image
+from launch.kubernetes import launch_script, literal, need_image, secret_name
 from launch.plan import MOUNT, LaunchError, Plan, Rendered
 from launch.text import yaml_text
 
@@ -91,10 +91,10 @@ def _pod(plan: Plan) -> dict[str, Any]:
         "name": CONTAINER,
         "image": plan.image,
         "workingDir": "/app",
-        "command": list(plan.supervised()),
-        "env": [{"name": name, "value": value} for name, value in plan.variables]
+        "command": [literal(word) for word in plan.supervised()],
+        "env": [{"name": name, "value": literal(value)} for name, value in plan.variables]
         + [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": plan.name, "key": name}}}
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name(plan), "key": name}}}
             for name in plan.secrets
         ],
         "ports": [{"containerPort": port} for port in _PORTS],

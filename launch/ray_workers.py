@@ -32,13 +32,15 @@ class Host:
 
         return ray.util.get_node_ip_address(), os.environ.get("TPU_WORKER_ID", "")
 
-    def run(self, command: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Runs the command to its end. Returns its exit code."""
+    def run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
+        """Runs Python with these arguments to its end. Returns its exit code."""
         if self.stopped:
             return 143
         code = os.getcwd()  # Ray's copy of the code, which comes before an installed one
         path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH", "")]))
-        self.process = subprocess.Popen(command, env={**os.environ, **variables, "PYTHONPATH": path})
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], env={**os.environ, **variables, "PYTHONPATH": path}
+        )
         return self.process.wait()
 
     def stop(self) -> None:
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume-folder")
     parser.add_argument("--secret", action="append", default=[])
     options = parser.parse_args(arguments[:cut])
-    command = [sys.executable, "launch/supervise.py", "--grace", str(options.grace)]
+    command = ["launch/supervise.py", "--grace", str(options.grace)]
     if options.resume_folder:
         command += ["--resume-folder", options.resume_folder]
     for name in options.secret:

@@ -12,6 +12,7 @@ The same command on the same run folder goes on where it stopped. Whatever follo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import shlex
@@ -48,6 +49,10 @@ BACKENDS: Mapping[str, Callable[[Plan], Rendered]] = {
     "skypilot": skypilot.render,
     "ray": ray_job.render,
 }
+_ONE_PROCESS = (
+    "jaxrl does not join several hosts yet: each would train alone, in the same run folder. Take a slice of one host, or a command "
+    "that calls jaxrl_llm.parallel.processes.initialize_processes"
+)
 _HOSTS_OF_FOUR = ("xpk",)  # where eight chips are always two hosts
 
 
@@ -62,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _here(options, command, run)
         plan = _plan(options, command, run)
         rendered = BACKENDS[options.backend](plan)
+        if plan.hosts > 1 and plan.command[0] == "jaxrl":
+            rendered = dataclasses.replace(rendered, notes=(*rendered.notes, _ONE_PROCESS))
         check_no_secrets(plan, rendered, os.environ)
         if options.dry_run:
             print(_shown(plan, rendered), end="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from launch.kubernetes import launch_script, need_image
+from launch.kubernetes import launch_script, literal, need_image
 from launch.plan import LaunchError, Plan, Rendered
 
 __all__ = ["render", "workload_command"]
@@ -57,7 +57,7 @@ def render(plan: Plan) -> Rendered:
 def workload_command(plan: Plan) -> list[str]:
     """The command line that submits the plan."""
     # XPK runs it as `(COMMAND) &` in bash and sends SIGTERM to that shell, which exec makes the supervisor.
-    command = "cd /app && exec " + shlex.join(plan.supervised())
+    command = "cd /app && exec " + literal(shlex.join(plan.supervised()))
     out = ["xpk", "workload", "create", "--workload", plan.name, *_where(plan)]
     out += [
         "--tpu-type",
@@ -75,7 +75,7 @@ def workload_command(plan: Plan) -> list[str]:
     for storage in plan.storage:
         out += ["--storage", storage]
     for name, value in plan.variables:
-        out += ["--env", f"{name}={value}"]
+        out += ["--env", f"{name}={literal(value)}"]
     return [*out, "--command", command]
 
 

@@ -29,11 +29,11 @@ build_image() { # from the files of the repository, without what git ignores
 }
 
 create_secret() { # values go from the environment to the standard input of kubectl, and nowhere else
-  local secret comma=
+  local variable comma=
   {
-    printf '{"apiVersion":"v1","kind":"Secret","metadata":{"name":"%s"},"data":{' "$name"
-    for secret in "${secrets[@]}"; do
-      printf '%s"%s":"%s"' "$comma" "$secret" "$(printf %s "${!secret}" | base64 | tr -d '\n')"
+    printf '{"apiVersion":"v1","kind":"Secret","metadata":{"name":"%s"},"data":{' "$secret"
+    for variable in "${secrets[@]}"; do
+      printf '%s"%s":"%s"' "$comma" "$variable" "$(printf %s "${!variable}" | base64 | tr -d '\n')"
       comma=,
     done
     printf '}}\n'
@@ -90,7 +90,7 @@ clean_up() {
     return 0
   fi
   delete_job
-  if [ "${#secrets[@]}" -gt 0 ]; then k delete secret "$name" --ignore-not-found; fi
+  if [ "${#secrets[@]}" -gt 0 ]; then k delete secret "$secret" --ignore-not-found; fi
 }
 
 detached() {

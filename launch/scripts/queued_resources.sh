@@ -180,10 +180,20 @@ finish() {
 interrupted() {
   trap '' INT TERM
   say "stopping: the workers have $grace s to save a snapshot"
+  local file code=130 # nothing was running
   stop_workers
-  [ -z "$followers" ] || wait $followers || true
+  if [ -n "$followers" ]; then
+    wait $followers || true
+    code=75
+    for file in "$out"/exit/*; do
+      case $(cat "$file") in
+        0 | 75 | 143 | lost) ;;
+        *) code=$(cat "$file") ;;
+      esac
+    done
+  fi
   finish
-  exit 75
+  exit "$code"
 }
 
 start() {

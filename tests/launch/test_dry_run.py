@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -279,3 +280,21 @@ def test_the_environment_of_several_hosts_says_so(capsys):
         (jobset,) = (yaml.safe_load(text) for path, text in files.items() if path.endswith("jobset.yaml"))
         pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         assert ({"name": "JAXRL_DISTRIBUTED", "value": "auto"} in pod["containers"][0]["env"]) is several
+
+
+def test_the_examples_of_the_readme(capsys):
+    section = (ROOT / "README.md").read_text().split("## Launch on TPU pods")[1]
+    lines = section.split("```bash\n")[1].split("```")[0].splitlines()
+    run, seen = "", set()
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[0].startswith("run="):
+            run = words[0].removeprefix("run=")
+            continue
+        words = [word for word in words[1:] if word != "$run"]
+        program, *arguments = [*run.split(), *words]
+        assert program == "launch/tpu_run.py"
+        assert tpu_run.main([*arguments, "--dry-run"]) == 0, line
+        assert "configs/tiny.yaml" in capsys.readouterr().out
+        seen.add(arguments[arguments.index("--backend") + 1] if "--backend" in arguments else "here")
+    assert seen == set(CASES)

@@ -223,8 +223,19 @@ def test_a_real_run_stops_and_the_same_command_goes_on(tmp_path):
     (tmp_path / "jaxrl").chmod(0o755)
     root, run = TPU_RUN.parents[1], tmp_path / "the run"
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
-    command = [sys.executable, TPU_RUN, "--config", root / "configs/tiny.yaml", "--run", run, "--set", "steps=12"]
-    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        TPU_RUN,
+        "--config",
+        root / "configs/tiny.yaml",
+        "--run",
+        run,
+        "--set",
+        "steps=12",
+    ]
+    first = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     with first:
         until(first, "step  3/12")
         first.send_signal(signal.SIGTERM)

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -262,7 +263,32 @@ def test_pods_ask_for_all_chips_of_a_host_and_have_time_to_save():
         "cloud.google.com/gke-spot": "true",
     }
     (secret,) = [item for item in pod["containers"][0]["env"] if "valueFrom" in item]
-    assert secret == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "job", "key": "HF_TOKEN"}}}
+    assert secret == {
+        "name": "HF_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "job-secrets", "key": "HF_TOKEN"}},
+    }
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of a word: $(NAME) is replaced where it is known, $$ is $."""
+
+    def replace(found: re.Match) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
+
+
+@pytest.mark.parametrize("word", ["$(A)", "$$(A)", "$$", "a$", "$A", "$($(A))", "$(B) $$$", "it's"])
+def test_kubernetes_gives_words_back_as_they_were(word):
+    assert expanded("x $(A) $$", {"A": "1"}) == "x 1 $"
+    plan = Plan(
+        name="job", slice=parse_slice("v6e-4"), command=("x", word), image="i", env=(("A", "1"), ("C", word))
+    )
+    (replicated,) = gke_jobset.jobset(plan)["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert expanded(container["command"][-1], {"A": "1"}) == word
+    values = {item["name"]: item["value"] for item in container["env"]}
+    assert expanded(values["C"], {"A": "1"}) == word
 
 
 # Options of `xpk workload create` 1.16.0 that are used.
