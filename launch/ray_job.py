@@ -74,6 +74,8 @@ def render(plan: Plan) -> Rendered:
 
 def runtime_env(plan: Plan) -> dict[str, Any]:
     """What Ray sets up for the job."""
-    # How long a job that is told to stop may take before it is killed.
-    wait = {"RAY_JOB_STOP_WAIT_TIME_S": str(plan.grace + 30)}
-    return {"env_vars": {**dict(plan.variables), **wait}, "excludes": _NOT_COPIED}
+    own = {
+        "RAY_JOB_STOP_WAIT_TIME_S": str(plan.grace + 30),  # that a job which is told to stop may take
+        "RAY_DEDUP_LOGS": "0",  # lines that several hosts print are shown from each
+    }
+    return {"env_vars": {**dict(plan.variables), **own}, "excludes": _NOT_COPIED}

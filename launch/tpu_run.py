@@ -49,10 +49,6 @@ BACKENDS: Mapping[str, Callable[[Plan], Rendered]] = {
     "skypilot": skypilot.render,
     "ray": ray_job.render,
 }
-_ONE_PROCESS = (
-    "jaxrl does not join several hosts yet: each would train alone, in the same run folder. Take a slice of one host, or a command "
-    "that calls jaxrl_llm.parallel.processes.initialize_processes"
-)
 _HOSTS_OF_FOUR = ("xpk",)  # where eight chips are always two hosts
 
 
@@ -67,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _here(options, command, run)
         plan = _plan(options, command, run)
         rendered = BACKENDS[options.backend](plan)
-        if plan.hosts > 1 and plan.command[0] == "jaxrl":
-            rendered = dataclasses.replace(rendered, notes=(*rendered.notes, _ONE_PROCESS))
+        alone = _alone(command, plan.hosts)
+        rendered = dataclasses.replace(rendered, notes=(*rendered.notes, *alone))
         check_no_secrets(plan, rendered, os.environ)
         if options.dry_run:
             print(_shown(plan, rendered), end="")
             return 0
+        if alone:
+            raise LaunchError(alone[0])
         return _start(plan, rendered)
     except ValueError as error:
         print(f"tpu_run: {load_redact().hide_credentials(str(error))}", file=sys.stderr)
@@ -201,6 +199,16 @@ def _command(options: argparse.Namespace, given: list[str]) -> tuple[tuple[str, 
     return ("jaxrl", options.verb, str(config), "--run", folder, *overrides), folder
 
 
+def _alone(command: tuple[str, ...], processes: int) -> tuple[str, ...]:
+    """What is wrong with this many processes of the command: one text, or none."""
+    if command[0] != "jaxrl" or processes == 1:
+        return ()
+    return (
+        f"jaxrl does not join {processes} processes yet: each would train alone, in the same run folder. Take one process, or a "
+        "slice of one host, or give a command that calls jaxrl_llm.parallel.processes.initialize_processes.",
+    )
+
+
 def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     out: dict[str, str] = {}
     for item in options.env:
@@ -232,7 +240,9 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         secrets=tuple(options.secret),
     )
     variables = dict(_variables(options))
+    alone = _alone(command, settings.processes)
     if options.dry_run:
+        print("".join(f"# {note}\n" for note in alone), end="")
         for index, name in enumerate(settings.names):
             extra = {
                 **variables,
@@ -243,6 +253,8 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
             assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in extra.items())
             print(f"{assigned} {shlex.join(command_of(settings))}")
         return 0
+    if alone:
+        raise LaunchError(alone[0])
     _require(settings.secrets)
     return supervise(settings, {**os.environ, **variables})
 

@@ -9,6 +9,7 @@
 poll=${JAXRL_POLL_SECONDS:-30}
 watch=${JAXRL_WATCH_SECONDS:-3}
 private=
+launched=
 followers=
 
 say() { printf '[launch] %s\n' "$*"; }
@@ -98,6 +99,7 @@ set_up() {
 
 start_workers() {
   local node
+  launched=true
   for node in "${nodes[@]}"; do on "$node" all 'bash jaxrl/worker.sh start' || return 1; done
 }
 
@@ -178,20 +180,23 @@ finish() {
 }
 
 interrupted() {
-  trap '' INT TERM
-  say "stopping: the workers have $grace s to save a snapshot"
-  local file code=130 # nothing was running
-  stop_workers
-  if [ -n "$followers" ]; then
-    wait $followers || true
-    code=75
-    for file in "$out"/exit/*; do
-      case $(cat "$file") in
-        0 | 75 | 143 | lost) ;;
-        *) code=$(cat "$file") ;;
-      esac
-    done
+  local file
+  trap '' TERM # may come twice: to this process, and to its group
+  trap 'say "left as it is; delete $name with: bash $out/launch.sh delete"; exit 130' INT
+  if [ -z "$launched" ]; then
+    finish
+    exit 130
   fi
+  say "stopping: the workers have $grace s to save a snapshot"
+  stop_workers
+  if [ -n "$followers" ]; then wait $followers || true; else follow; fi
+  code=75
+  for file in "$out"/exit/*; do
+    case $(cat "$file") in
+      0 | 75 | 143 | lost) ;;
+      *) code=$(cat "$file") ;;
+    esac
+  done
   finish
   exit "$code"
 }

@@ -262,9 +262,15 @@ def test_a_secret_that_is_given_as_a_value_is_refused_and_not_repeated(capsys, a
 
 def test_a_secret_must_be_set_where_it_is_used(capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
-    for backend in (["--config", "configs/tiny.yaml", "--run", "runs/x"], QUEUED):
+    for backend in (["--config", "configs/tiny.yaml", "--run", "runs/x"], [*QUEUED, "--tpu", "v6e-8"]):
         assert tpu_run.main([*backend, "--secret", "HF_TOKEN"]) == 2
         assert "--secret HF_TOKEN: the variable is not set" in capsys.readouterr().err
+
+
+def test_jaxrl_is_not_started_where_it_would_train_several_times(capsys):
+    for arguments in (["--num-processes", "2", *BASE], QUEUED):
+        assert tpu_run.main(arguments) == 2
+        assert "processes yet: each would train alone, in the same run folder" in capsys.readouterr().err
 
 
 def test_a_config_outside_of_the_repository_is_not_copied(capsys, tmp_path):
@@ -294,7 +300,9 @@ def test_the_examples_of_the_readme(capsys):
         words = [word for word in words[1:] if word != "$run"]
         program, *arguments = [*run.split(), *words]
         assert program == "launch/tpu_run.py"
-        assert tpu_run.main([*arguments, "--dry-run"]) == 0, line
-        assert "configs/tiny.yaml" in capsys.readouterr().out
+        assert tpu_run.main(["--dry-run", *arguments]) == 0, line
+        out = capsys.readouterr().out
+        assert "my_script.py" in out if "--" in arguments else "configs/tiny.yaml" in out
+        assert "does not join" not in out  # what is recommended is started
         seen.add(arguments[arguments.index("--backend") + 1] if "--backend" in arguments else "here")
     assert seen == set(CASES)

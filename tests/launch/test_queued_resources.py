@@ -220,13 +220,17 @@ def test_restarts_end(cloud):
     assert len(calls(cloud.cloud, "delete")) == 1
 
 
-def test_sigterm_saves_and_deletes(cloud):
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_a_stop_saves_and_deletes(cloud, how):
     process = cloud("time.sleep(600)")
     begin = time.monotonic()
     while not all((cloud.cloud / f"ready-job-{i}").exists() for i in (0, 1)):
         assert process.poll() is None and time.monotonic() - begin < LIMIT
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    if how == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     code, output = finish(process)
     assert code == 75, output
     assert all("saved" in text for text in logs(cloud).values())
