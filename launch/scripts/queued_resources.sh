@@ -2,7 +2,7 @@
 # and the run goes on. At the end, also a failed one, the machines are deleted.
 #
 #   bash launch.sh           all of that; Ctrl-C stops the run, which saves a snapshot, and deletes the machines
-#   bash launch.sh follow    shows what the workers print
+#   bash launch.sh follow    shows what the workers print, from the beginning
 #   bash launch.sh stop      stops the workers
 #   bash launch.sh delete    deletes the machines
 
@@ -11,6 +11,7 @@ watch=${JAXRL_WATCH_SECONDS:-3}
 private=
 launched=
 followers=
+kept=$out # logs and exit codes of workers
 
 say() { printf '[launch] %s\n' "$*"; }
 tpus() { gcloud compute tpus "$@" "${where[@]}"; }
@@ -42,12 +43,13 @@ again() { # a few tries: a new machine refuses connections until its keys are th
 
 state() {
   local answer
-  if answer=$(tpus queued-resources describe "$name" --format='value(state.state)' 2>"$out/describe.txt"); then
-    printf '%s\n' "$answer"
-  elif grep -qi 'not[_ ]found' "$out/describe.txt"; then
-    echo MISSING
+  if answer=$(tpus queued-resources describe "$name" --format='value(state.state)' 2>&1); then
+    printf '%s\n' "${answer##*$'\n'}" # warnings may come before it
   else
-    echo UNKNOWN
+    case $answer in
+      *NOT_FOUND* | *'not found'*) echo MISSING ;;
+      *) echo UNKNOWN ;;
+    esac
   fi
 }
 
@@ -113,11 +115,11 @@ stop_workers() { # SIGTERM on every host at the same time; comes back when all h
 }
 
 follow_worker() { # node, worker: shows and keeps its output; leaves its exit code, or "lost", in a file
-  local log="$out/logs/$1-$2.log" result="$out/exit/$1-$2" line from now
+  local log="$kept/logs/$1-$2.log" result="$kept/exit/$1-$2" line from now
   touch "$log"
   while :; do
     from=$(($(wc -l <"$log") + 1))
-    on "$1" "$2" "bash jaxrl/worker.sh follow $from" 2>>"$out/logs/ssh.txt" |
+    on "$1" "$2" "bash jaxrl/worker.sh follow $from" 2>>"$kept/logs/ssh.txt" |
       while IFS= read -r line; do
         case $line in
           '##exit '*) printf '%s\n' "${line#'##exit '}" >"$result" ;;
@@ -142,7 +144,7 @@ follow_worker() { # node, worker: shows and keeps its output; leaves its exit co
 
 follow() { # sets code: 0, or that of the first worker that failed, or lost
   local node worker file first= ended
-  rm -rf "$out/exit" && mkdir -p "$out/exit" "$out/logs"
+  rm -rf "$kept/exit" && mkdir -p "$kept/exit" "$kept/logs"
   for node in "${nodes[@]}"; do
     for ((worker = 0; worker < hosts; worker++)); do
       set -m # a process group of its own, so that it can be ended with all its parts
@@ -153,7 +155,7 @@ follow() { # sets code: 0, or that of the first worker that failed, or lost
   done
   while :; do
     ended=0
-    for file in "$out"/exit/*; do
+    for file in "$kept"/exit/*; do
       if [ -s "$file" ]; then
         ended=$((ended + 1))
         if [ -z "$first" ] && [ "$(cat "$file")" != 0 ]; then
@@ -191,7 +193,7 @@ interrupted() {
   stop_workers
   if [ -n "$followers" ]; then wait $followers || true; else follow; fi
   code=75
-  for file in "$out"/exit/*; do
+  for file in "$kept"/exit/*; do
     case $(cat "$file") in
       0 | 75 | 143 | lost) ;;
       *) code=$(cat "$file") ;;
@@ -250,7 +252,9 @@ mkdir -p "$out/logs"
 trap end_followers EXIT
 case ${1:-start} in
   start) start ;;
-  follow)
+  follow) # from the first line, beside whoever keeps the logs
+    kept=$(mktemp -d)
+    trap 'end_followers; rm -rf "$kept"' EXIT
     follow
     say "ended with $code"
     ;;

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -43,11 +44,14 @@ def start(tmp_path):
             text=True,
             env={**os.environ, **variables},
         )
-        started.append(process)
+        limit = threading.Timer(LIMIT, process.kill)  # ends also whoever waits for a line that never comes
+        limit.start()
+        started.append((process, limit))
         return process
 
     yield begin
-    for process in started:
+    for process, limit in started:
+        limit.cancel()
         if process.poll() is None:
             process.kill()
         process.stdout.close()

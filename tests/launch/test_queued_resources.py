@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -244,9 +245,10 @@ def test_whoever_follows_from_elsewhere_can_leave(cloud):
         assert process.poll() is None and time.monotonic() - begin < LIMIT
         time.sleep(0.1)
     other = cloud.follow()
-    for line in other.stdout:
-        if "token ***" in line:
-            break
+    limit = threading.Timer(LIMIT, os.killpg, (other.pid, signal.SIGKILL))
+    limit.start()
+    assert any("token ***" in line for line in other.stdout)
+    limit.cancel()
     other.send_signal(signal.SIGTERM)
     other.communicate(timeout=LIMIT)  # nobody is left who prints
     assert process.poll() is None
