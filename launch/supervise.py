@@ -14,8 +14,10 @@ Standard library only, one file: it starts before anything is installed, and as 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -36,6 +38,7 @@ EXIT_STOPPED = 75  # `jaxrl train`: stopped on request, snapshot saved
 PREEMPTED = frozenset({EXIT_STOPPED, 143})
 _VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 _POLL = 0.05  # seconds between two looks at the workers
+_SHORTEST_LINE = 6  # characters of a line of a secret that is hidden on its own
 _READERS = 5.0  # seconds that the readers of output may take after the last worker has ended
 
 
@@ -55,9 +58,7 @@ class Settings:
     logs: pathlib.Path | None = None  # folder of worker-N.log; None: no files
     resume: pathlib.Path | None = None  # run folder; where it holds a run, --resume is appended
     host: str | None = None  # name of the only worker; None: worker-0, worker-1, …
-    secrets: tuple[
-        str, ...
-    ] = ()  # variables whose values never reach terminal or log, besides those named like one
+    secrets: tuple[str, ...] = ()  # variables whose values are hidden, besides those named like secrets
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -163,8 +164,14 @@ class _Worker:
         for line in iter(self.process.stdout.readline, b""):
             text = self._show(self.name, line.decode(errors="replace").rstrip("\r\n"))
             if self._file is not None:
-                self._file.write(text + "\n")
-                self._file.flush()
+                try:
+                    self._file.write(text + "\n")
+                    self._file.flush()
+                except (
+                    OSError
+                ) as error:  # a full disk; the worker must still find a reader, or it would wait for one
+                    self._show("launch", f"the log of {self.name} ends here: {error.strerror}")
+                    self._close_file()
 
     def code(self) -> int | None:
         """Its exit code as a shell counts it (128 + signal), None while it runs."""
@@ -189,8 +196,13 @@ class _Worker:
             return  # a process in a session of its own still holds the pipe
         if self.process.stdout is not None:
             self.process.stdout.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # it was said when it was written
+                self._file.close()
+            self._file = None
 
 
 def supervise(settings: Settings, environment: Mapping[str, str] | None = None) -> int:
@@ -290,6 +302,8 @@ def _free_port() -> int:
 
 def _printer(settings: Settings, environment: Mapping[str, str]) -> Callable[[str, str], str]:
     """show(name, line): prints a line without secrets, under the name of a worker; returns what was printed of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows ? for the rest
     hide = _hider(settings.secrets, environment)
     lock = threading.Lock()
     closed = False
@@ -301,7 +315,7 @@ def _printer(settings: Settings, environment: Mapping[str, str]) -> Callable[[st
             if not closed:
                 try:
                     print(f"[{name}] {text}", flush=True)
-                except BrokenPipeError:  # whoever read has left; the run goes on
+                except OSError:  # whoever read has left; the run goes on
                     closed = True
         return text
 
@@ -309,7 +323,10 @@ def _printer(settings: Settings, environment: Mapping[str, str]) -> Callable[[st
 
 
 def _hider(secrets: Sequence[str], environment: Mapping[str, str]) -> Callable[[str], str]:
-    values = sorted({environment[name] for name in secrets if environment.get(name)}, key=len, reverse=True)
+    whole = {environment[name] for name in secrets if environment.get(name)}
+    # Text is hidden line by line, so a value of several lines is hidden in parts.
+    parts = {line for value in whole for line in value.splitlines() if len(line) >= _SHORTEST_LINE}
+    values = sorted(whole | parts, key=len, reverse=True)
     redact = load_redact()
 
     def hide(text: str) -> str:

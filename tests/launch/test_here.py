@@ -208,6 +208,27 @@ for name in ("HF_TOKEN", "MY_THING"):
         assert "HF_TOKEN ***" in text and "MY_THING ***" in text
 
 
+def test_a_secret_of_several_lines_is_hidden_line_by_line(start):
+    script = "import os; print(os.environ['PEM'])"
+    _, output = finish(start(script, "--secret", "PEM", PEM="-----BEGIN-----\nabcdefghijk\n-----END-----"))
+    assert "abcdefghijk" not in output and output.count("***") == 3
+
+
+def test_a_full_disk_stops_the_log_and_not_the_run(start, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").symlink_to("/dev/full")
+    code, output = finish(start("for i in range(20_000): print('line', i)"))
+    assert code == 0
+    assert output.count("the log of worker-0 ends here: No space left on device") == 1
+    assert "line 19999" in output
+
+
+def test_a_terminal_that_knows_ascii_only(start):
+    script = "import sys; sys.stdout.buffer.write('reward \u2192 1\\n'.encode())"
+    code, output = finish(start(script, PYTHONIOENCODING="ascii:strict"))
+    assert code == 0 and "[worker-0] reward ? 1" in output
+
+
 def test_a_command_that_is_not_there_is_bad_input(tmp_path):
     result = subprocess.run(
         [sys.executable, TPU_RUN, "--logs", tmp_path, "--", str(tmp_path / "no such program")],
