@@ -238,6 +238,21 @@ def test_a_stop_saves_and_deletes(cloud, how):
     assert not (cloud.cloud / "resource.json").exists()
 
 
+def test_a_stop_while_the_workers_are_started(cloud):
+    (cloud.cloud / "hold").touch()
+    process = cloud("time.sleep(600)")
+    begin = time.monotonic()
+    while not all((cloud.cloud / f"ready-job-{i}").exists() for i in (0, 1)):
+        assert process.poll() is None and time.monotonic() - begin < LIMIT
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    (cloud.cloud / "hold").unlink()
+    code, output = finish(process)
+    assert code == 75, output
+    assert all("saved" in text for text in logs(cloud).values())
+    assert not (cloud.cloud / "resource.json").exists()
+
+
 def test_whoever_follows_from_elsewhere_can_leave(cloud):
     process = cloud("time.sleep(600)")
     begin = time.monotonic()
