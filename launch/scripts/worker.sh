@@ -61,7 +61,8 @@ follow() { # from this line on; ends with the worker, whose exit code comes last
     sleep 0.5
   done
   sleep 1
-  kill "$tail" 2>/dev/null || true
+  # Not TERM, which may be ignored here: it was, where the connection was opened.
+  { kill -KILL "$tail" && wait "$tail"; } 2>/dev/null || true
   echo "##exit $(cat exit)"
 }
 

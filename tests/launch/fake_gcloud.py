@@ -1,6 +1,7 @@
 """Stands in for `gcloud compute tpus`: hosts are folders below $FAKE_CLOUD, and commands run on this machine.
 
-A queued resource is ACTIVE after two looks at it; when a file `preempt` appears, it is SUSPENDED and its hosts are gone.
+A queued resource is ACTIVE after two looks at it; when a file `preempt` appears, it is SUSPENDED and its hosts are gone;
+while there is a file `hold`, the command that starts workers does not come back.
 Every call is a line of $FAKE_CLOUD/calls.
 """
 
@@ -101,6 +102,8 @@ def machines(verb: str, words: list[str]) -> int:
             GONE.touch()
             (CLOUD / "preempt").unlink(missing_ok=True)
             end_processes()
+        time.sleep(0.05)
+    while "worker.sh start" in option(words, "--command") and (CLOUD / "hold").exists():
         time.sleep(0.05)
     return 255 if GONE.exists() else max(process.returncode for process in running)
 

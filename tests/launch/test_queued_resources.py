@@ -192,7 +192,7 @@ def test_after_a_preemption_new_machines_go_on(cloud):
         cloud("""
 if life == 1:
     if host == "job-0":
-        while not (cloud / "ready-job-1").exists():
+        while (cloud / "calls").read_text().count("worker.sh follow") < 2:
             time.sleep(0.05)
         (cloud / "preempt").touch()
     time.sleep(600)
@@ -232,6 +232,21 @@ def test_a_stop_saves_and_deletes(cloud, how):
         process.send_signal(signal.SIGTERM)
     else:
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    code, output = finish(process)
+    assert code == 75, output
+    assert all("saved" in text for text in logs(cloud).values())
+    assert not (cloud.cloud / "resource.json").exists()
+
+
+def test_a_stop_while_the_workers_are_started(cloud):
+    (cloud.cloud / "hold").touch()
+    process = cloud("time.sleep(600)")
+    begin = time.monotonic()
+    while not all((cloud.cloud / f"ready-job-{i}").exists() for i in (0, 1)):
+        assert process.poll() is None and time.monotonic() - begin < LIMIT
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    (cloud.cloud / "hold").unlink()
     code, output = finish(process)
     assert code == 75, output
     assert all("saved" in text for text in logs(cloud).values())
