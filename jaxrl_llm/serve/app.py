@@ -348,6 +348,16 @@ class Service:
             "jaxrl_rows_running": ("gauge", "Completions that are being sampled.", view.running),
             "jaxrl_pages": ("gauge", "Pages of the K/V cache.", view.pages),
             "jaxrl_pages_free": ("gauge", "Pages that hold nothing.", view.free_pages),
+            "jaxrl_pages_lost": (
+                "gauge",
+                "Pages held though no row is left, and of no kept prompt; told when idle.",
+                view.lost_pages,
+            ),
+            "jaxrl_tasks": (
+                "gauge",
+                "Tasks of the event loop, that of this answer too.",
+                len(asyncio.all_tasks()),
+            ),
             "jaxrl_pages_used_ratio": ("gauge", "Share of the pages in use.", used),
             "jaxrl_pages_fragmentation_ratio": (
                 "gauge",

@@ -63,6 +63,7 @@ class ScriptedEngine:
     queued = property(lambda self: len(self.waiting))
     running = property(lambda self: len(self.active))
     free_pages = property(lambda self: self.slots - len(self.active))
+    lost_pages = 0
     filled_share = property(lambda self: 0.75 if self.active else 0.0)
 
     def swap(self, params, *, version, pages="keep", expect=None):
