@@ -11,6 +11,7 @@ import collections
 import contextlib
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -19,16 +20,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import IO, Any
+
+import h11
 
 from jaxrl_llm.bench.http import split_url
 from jaxrl_llm.bench.serve_checks import Model, Sample, check_rest, growth
 from jaxrl_llm.bench.serve_load import Load, Target
+from jaxrl_llm.bench.serve_tasks import make_tasks
 from jaxrl_llm.config import Config, as_data, parse_config, to_yaml
+from jaxrl_llm.diagnostics.display import format_duration
 from jaxrl_llm.errors import InputError
 
-__all__ = ["bench_serve", "small_config"]
+__all__ = ["bench_serve", "describe", "progress_lines", "small_config"]
 
+_TASKS = 40  # questions that are asked again and again
 _LOADING = 600.0  # seconds for the server to load its model
 _REST = 20.0  # seconds for the server to come to rest after the load
 _STOP = 120.0  # seconds for the server to end when it is told to
@@ -62,7 +68,7 @@ def bench_serve(
     queue: int = 48,
     seed: int = 0,
     max_growth: float = 1.0,
-    on_progress: Callable[[str, float, float], None] = lambda text, done, total: None,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Loads a server for some minutes and says what was wrong.
 
@@ -76,7 +82,7 @@ def bench_serve(
       queue: completions that wait before the server refuses others; of the server at `url`: what it was started with.
       seed: of everything that is asked, and of what happens when.
       max_growth: MiB a thousand requests that the memory of the server may grow by, beyond the first 16 MiB.
-      on_progress: told (one line of figures, seconds done, seconds in all) about once a second.
+      on_progress: told a line of figures about once a second.
 
     Returns:
       A JSON-able dict. `ok`, `faults` (what was wrong, in plain words) and `leaks` are the verdict.
@@ -84,7 +90,7 @@ def bench_serve(
     Raises:
       InputError: arguments that cannot be, a model that cannot be loaded, or no server at `url`.
     """
-    if not minutes > 0 or clients < 1 or queue < 0 or not max_growth > 0:
+    if not 0 < minutes < 1e6 or clients < 1 or queue < 0 or not max_growth > 0:
         raise InputError(
             "--minutes and --max-growth must be positive, --clients at least 1, --queue not negative."
         )
@@ -113,18 +119,19 @@ def bench_serve(
             run = folder / "run"
             _save_versions(run, config, loaded.params)
             del loaded  # the server has a copy of its own
-            on_progress("starting the server", 0, 60 * minutes)
+            on_progress("starting the server")
             server = stack.enter_context(_running(config, folder, run, queue=queue, api_key=api_key))
             common |= {"snapshot": str(run), "versions": _VERSIONS}
             place = "127.0.0.1", server.port
         target = Target(host=place[0], port=place[1], **common)
-        load = Load(target, clients=clients, seed=seed)
+        tasks = make_tasks(random.Random(f"tasks-{seed}"), model, _TASKS)
+        load = Load(target, tasks, clients=clients, seed=seed)
         watch = _Watch(load, server)
         began = time.perf_counter()
         try:
             asyncio.run(_measure(load, watch, 60 * minutes, on_progress))
-        except OSError as error:
-            load.fault(f"the server cannot be reached ({error})")
+        except (OSError, h11.ProtocolError) as error:
+            load.fault(f"the server cannot be reached ({type(error).__name__}: {error})")
         seconds = time.perf_counter() - began
         if server is not None:
             for what in server.end():
@@ -133,25 +140,26 @@ def bench_serve(
     return _result(load, watch, seconds=seconds, max_growth=max_growth, settings=settings)
 
 
-async def _measure(
-    load: Load, watch: _Watch, seconds: float, on_progress: Callable[[str, float, float], None]
-) -> None:
+async def _measure(load: Load, watch: _Watch, seconds: float, on_progress: Callable[[str], None]) -> None:
     """Answers alone, load, rest, answers alone again under the other weights, rest."""
-    on_progress("each question alone", 0, seconds)
+    on_progress("asking each question alone")
     await load.ask_alone()
     await load.ask_together()
     await watch.start()
+    loading = asyncio.create_task(load.run(seconds))
     watching = asyncio.create_task(watch.run(seconds, on_progress))
     try:
-        await load.run(seconds)
+        await asyncio.wait([loading, watching], return_when=asyncio.FIRST_COMPLETED)
+        await (watching if watching.done() else loading)  # who watches ends by an error only
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        for task in (loading, watching):
+            task.cancel()
+        await asyncio.gather(loading, watching, return_exceptions=True)
     await watch.rest()
     others = [version for version in load.target.versions if version != load.target.versions[0]]
     if others:
         await load.update(others[0])
-    on_progress("each question alone", seconds, seconds)
+    on_progress("asking each question alone")
     await load.ask_alone()
     await watch.rest()
 
@@ -277,7 +285,7 @@ class _Watch:
         self._tokens = self._load.tokens
         self.began = time.perf_counter()
 
-    async def run(self, seconds: float, on_progress: Callable[[str, float, float], None]) -> None:
+    async def run(self, seconds: float, on_progress: Callable[[str], None]) -> None:
         """Takes samples until it is cancelled."""
         period = min(1.0, seconds / 40)
         async with self._load.connect() as connection:
@@ -286,10 +294,9 @@ class _Watch:
                 last, load = self.samples[-1], self._load
                 rate = self.tokens / max(1e-9, last.seconds)
                 on_progress(
-                    f"{load.answered:,} requests, {rate:,.0f} tokens/s, {load.refused:,} times 429, "
-                    f"{len(load.freed)} kills, {last.resident / _MIB:,.0f} MiB, {load.fault_count} faults",
-                    last.seconds,
-                    seconds,
+                    f"{format_duration(last.seconds)} of {format_duration(seconds)}: {load.answered:,} requests, "
+                    f"{rate:,.0f} tokens/s, {load.refused:,} times 429, {len(load.freed)} kills, "
+                    f"{last.resident / _MIB:,.0f} MiB, {load.fault_count} faults"
                 )
                 await asyncio.sleep(period)
 
@@ -422,3 +429,54 @@ def _rounded(sample: Sample) -> dict[str, Any]:
         "threads": sample.threads,
         "files": sample.files,
     }
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A result of `bench_serve` for people."""
+
+    def number(key: str, unit: str = "", digits: str = ".3g") -> str:
+        value = result[key]
+        return "—" if value is None else f"{value:{digits}}{unit}"
+
+    def both(key: str) -> str:
+        return (
+            f"{number(key + '/p50', ' s')} in the middle, {number(key + '/p99', ' s')} at the 99th percentile"
+        )
+
+    statuses = [
+        f"{key.removeprefix('status/')} {value:,}"
+        for key, value in result.items()
+        if key.startswith("status/")
+    ]
+    lines = [
+        f"{result['requests']:,} requests, {number('requests_per_second')} a second under load, "
+        f"{number('tokens_per_second')} tokens a second; {result['answers_compared']:,} completions compared with an "
+        "earlier one",
+        f"by status: {', '.join(statuses)}",
+        f"time to the first token of a stream: {both('first_token_seconds')}",
+        f"time to a whole answer: {both('request_seconds')}",
+        f"clients killed: {result['kills']}; their pages were free after {number('freed_seconds/p50', ' s')} in the "
+        f"middle, {number('freed_seconds/max', ' s')} at most",
+        f"memory: {number('resident_mib/start', ' MiB', '.0f')} at the start, {number('resident_mib/end', ' MiB', '.0f')} "
+        f"at the end; from the second to the last quarter {number('growth_mib', ' MiB', '+.1f')}, "
+        f"{number('growth_mib_per_thousand_requests', ' MiB', '+.2f')} a thousand requests",
+        f"threads: {number('threads/most', digits='d')} at most; open files: {number('files/most', digits='d')} at most",
+    ]
+    wrong = [
+        *(f"leak: {leak}" for leak in result["leaks"]),
+        *(f"wrong: {fault}" for fault in result["faults"]),
+    ]
+    return "\n".join([*lines, *(wrong or ["Every answer was right, and nothing leaked."])])
+
+
+def progress_lines(stream: IO[str], every: float = 10.0) -> Callable[[str], None]:
+    """An `on_progress` that prints: the first line, and one after so many seconds."""
+    told = -every
+
+    def tell(line: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= every:
+            told = time.monotonic()
+            print(f"jaxrl: {line}", file=stream, flush=True)
+
+    return tell

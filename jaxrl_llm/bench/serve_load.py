@@ -38,7 +38,6 @@ from jaxrl_llm.bench.serve_tasks import (
     Form,
     Streamed,
     make_task,
-    make_tasks,
     question,
     read_choices,
 )
@@ -47,7 +46,6 @@ __all__ = ["Load", "Target"]
 
 _HANG = 90.0  # seconds: a request that takes longer is one that hangs
 _FREED = 15.0  # seconds: pages of a killed client must be free by then
-_TASKS = 40
 _SHOWN = 50  # faults that are kept word for word
 _TRIES = 3  # to kill a client in time
 _SPACING = 4.0  # seconds between two things that happen to the server
@@ -95,12 +93,18 @@ class _Span:
 
 
 class Load:
-    """The load, and what came of it."""
+    """The load, and what came of it.
 
-    def __init__(self, target: Target, *, clients: int, seed: int):
+    Args:
+      tasks: what is asked again and again.
+      clients: requests under way at a time, bursts aside.
+      seed: of everything that is chosen.
+    """
+
+    def __init__(self, target: Target, tasks: Sequence[Task], *, clients: int, seed: int):
         self.target, self._clients, self._seed = target, clients, seed
         self._rng = random.Random(f"events-{seed}")
-        self.tasks = make_tasks(random.Random(f"tasks-{seed}"), target.model, _TASKS)
+        self.tasks = tuple(tasks)
         self.references = References()
         self.version = target.versions[0] if target.versions else None
 
@@ -392,9 +396,9 @@ class Load:
     async def _happen(self, seconds: float) -> None:
         """One thing after the other happens to the server."""
         end = time.monotonic() + seconds
-        kinds = [self._burst, self._burst_while_paused, self._kill, self._pause, self._abort]
+        kinds = [self.burst, self.burst_while_paused, self.kill, self.pause, self.abort]
         if self.target.versions:
-            kinds += [self._update, self._update]
+            kinds += [self._update_one, self._update_one]
         while True:
             for happening in self._rng.sample(kinds, len(kinds)):
                 if time.monotonic() > end and self._happened:
@@ -417,12 +421,13 @@ class Load:
             for _ in range(self.target.most // n + 8)
         ]
 
-    async def _burst(self) -> None:
+    async def burst(self) -> None:
+        """More at once than the server may hold."""
         self.events["bursts"] += 1
         await asyncio.gather(*await self._ask_at_once())
 
-    async def _burst_while_paused(self) -> None:
-        """Nothing ends meanwhile, so that some of it must be refused."""
+    async def burst_while_paused(self) -> None:
+        """As `burst`; nothing ends meanwhile, so that some of it must be refused."""
         self.events["bursts while paused"] += 1
         refused = self.refused
         with self._pauses:
@@ -439,8 +444,8 @@ class Load:
             await self._post("/resume")
         await asyncio.gather(*asked)
 
-    async def _pause(self) -> None:
-        """Nothing is sampled until the server goes on."""
+    async def pause(self) -> None:
+        """The server is paused for a moment: nothing may be sampled until it goes on."""
         self.events["pauses"] += 1
         with self._pauses:
             await self._post("/pause")
@@ -453,13 +458,14 @@ class Load:
                     self.fault(f"{sampled:g} tokens were sampled while the server was paused")
             await self._post("/resume")
 
-    async def _abort(self) -> None:
+    async def abort(self) -> None:
+        """Whatever runs ends with what it has."""
         self.events["aborts"] += 1
         with self._pauses, self._aborts:
             await self._post("/pause?mode=abort")
             await self._post("/resume")
 
-    async def _update(self) -> None:
+    async def _update_one(self) -> None:
         others = [version for version in self.target.versions if version != self.version]
         await self.update(self._rng.choice(others or self.target.versions))
 
@@ -475,7 +481,7 @@ class Load:
                 if told.get("policy_version") != version:
                     self.fault(f"/update_weights to version {version} answered {told}")
 
-    async def _kill(self) -> None:
+    async def kill(self) -> None:
         """A client in a process of its own is killed while it streams; nothing else is asked meanwhile."""
         self._gate.clear()
         try:

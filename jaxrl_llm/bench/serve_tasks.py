@@ -47,8 +47,8 @@ BAD_REQUESTS: tuple[tuple[str, str, Any, int], ...] = (
 def _message(rng: random.Random, model: Model, tokens: int) -> str:
     """Words that make a prompt of about so many tokens."""
     text = rng.choice(_WORDS)
-    while len(model.tokenizer.encode(text)) < tokens:
-        text += " " + rng.choice(_WORDS)
+    while (missing := tokens - len(model.tokenizer.encode(text))) > 0:
+        text += "".join(f" {rng.choice(_WORDS)}" for _ in range(1 + missing // 8))
     return text
 
 

@@ -53,7 +53,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer, script, *, slots=2, eos=2):
         self.tokenizer, self.script, self.slots, self.eos = tokenizer, script, slots, eos
-        self.pages = 1 + slots
+        self.pages = slots
         self.stats = SamplerStats(slots=slots)
         self.waiting, self.active = [], []
         self.cancelled, self.swapped = [], []

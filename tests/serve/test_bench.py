@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
+import json
 import random
 
 import pytest
 
+from jaxrl_llm import cli
+from jaxrl_llm.bench import serve_load
 from jaxrl_llm.bench.http import Connection, events_of, split_url
 from jaxrl_llm.bench.serve_checks import (
     Choice,
@@ -22,6 +26,7 @@ from jaxrl_llm.bench.serve_checks import (
     growth,
     parse_metrics,
 )
+from jaxrl_llm.bench.serve_load import Load, Target
 from jaxrl_llm.bench.serve_tasks import FORMS, Streamed, make_tasks, question, read_choices
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
@@ -285,3 +290,113 @@ def test_every_form_is_read_as_the_server_writes_it(form, scripted):
         assert found.tokens == found.named == (*ids(text), EOS)
         assert found.logprobs == (-0.5,) * len(found.tokens) and found.version == 0
         assert found.text == (None if form == "generate" else text)
+
+
+# ------------------------------------------------------------------------------------ against a server
+
+
+@pytest.fixture
+def loading():
+    """loading(place, *tasks): a load on a server of `scripted`, of two slots and two places in the queue."""
+
+    def make(place, *tasks):
+        host, port = split_url(place.url)
+        model = dataclasses.replace(MODEL, max_context=10_000)
+        target = Target(host=host, port=port, headers={}, model=model, slots=2, queue=2)
+        load = Load(target, tasks or [task_of("hi", max_tokens=3)], clients=1, seed=0)
+        load.version = 0
+        return load
+
+    return make
+
+
+def task_of(message, **more):
+    prompt = tiny_tokenizer().chat([{"role": "user", "content": message}])
+    return Task(prompt=tuple(prompt), message=message, **{"seed": 1, **more})
+
+
+def test_answers_that_are_the_same_each_time_are_right(scripted, loading):
+    async def ask(load):
+        await load.ask_alone()
+        await load.ask_together()
+        await load.ask_alone()
+
+    tasks = [task_of("a", max_tokens=9), task_of("b", max_tokens=2), task_of("c", stop=("bc",))]
+    with scripted(lambda tokens, index: [*ids("xabc"[index % 2 :]), EOS]) as place:
+        load = loading(place, *tasks)
+        asyncio.run(ask(load))
+    assert load.faults == [] and load.references.compared == 6
+    assert load.answered == 9 and {status for _, status in load.statuses} == {"200"}
+
+
+def test_an_answer_that_changes_is_told(scripted, loading):
+    count = itertools.count()
+
+    async def ask(load):
+        await load.ask_alone()
+        await load.ask_alone()
+
+    with scripted(lambda tokens, index: [ord("a") + next(count), EOS]) as place:
+        load = loading(place)
+        asyncio.run(ask(load))
+    assert load.fault_count == 2 and "text differs from the answer before: 'a' and 'b'" in load.faults[1]
+
+
+def test_a_burst_while_paused_is_refused_in_part(scripted, loading):
+    with scripted(lambda tokens, index: itertools.repeat(ord("a"))) as place:
+        load = loading(place)
+        asyncio.run(load.burst_while_paused())
+        assert place.service.in_flight == 0 and not place.worker.view.paused
+    assert load.faults == [] and load.refused == 8  # of 12, for 4 places
+    assert (
+        sum(count for (_, status), count in load.statuses.items() if status == "200") == 4 + 2
+    )  # and commands
+
+
+def test_a_queue_that_is_longer_than_was_said_is_told(scripted, loading, monkeypatch):
+    monkeypatch.setattr(serve_load, "_HANG", 0.5)
+    with scripted(lambda tokens, index: itertools.repeat(ord("a")), queued=50) as place:
+        load = loading(place)
+        asyncio.run(load.burst_while_paused())
+    assert any("none was refused with 429" in fault for fault in load.faults)
+
+
+def test_pages_of_a_killed_client_are_free(scripted, loading, eventually):
+    with scripted(lambda tokens, index: itertools.repeat(ord("a"))) as place:
+        load = loading(place)
+        asyncio.run(load.kill())
+        eventually(lambda: len(place.engine.cancelled) == 3)
+    assert load.faults == [] and len(load.freed) == load.events["kills"] == 1
+
+
+def test_pages_that_a_killed_client_keeps_are_told(scripted, loading, monkeypatch):
+    monkeypatch.setattr(serve_load, "_FREED", 0.2)
+    with scripted(lambda tokens, index: itertools.repeat(ord("a"))) as place:
+        monkeypatch.setattr(place.worker, "cancel", lambda job: None)
+        load = loading(place)
+        asyncio.run(load.kill())
+    assert (
+        load.freed == [] and "0.2 s after a client of" in load.faults[0] and "0 of 2 pages" in load.faults[0]
+    )
+
+
+def test_what_is_wrong_with_the_arguments_is_told(capsys):
+    for arguments, message in (
+        (["--minutes", "0"], "--minutes and --max-growth must be positive"),
+        (["--url", "localhost:8000"], "--url must be like http://127.0.0.1:8000"),
+        (["--set", "sampler.slots=4"], "--set changes settings of a config file"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["bench", "serve", *arguments])
+        assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_server_under_load_is_right_and_leaks_nothing(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "serve", "--minutes", "0.4", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert (end.value.code, result["faults"], result["leaks"], result["ok"]) == (0, [], [], True)
+    assert result["kills"] > 0 and result["refused"] > 0 and result["answers_compared"] > 80
+    assert result["events/weight updates"] > 1 and result["events/pauses"] > 0
+    assert result["freed_seconds/max"] < 15 and result["tokens"] > 1000
