@@ -25,7 +25,7 @@ from typing import IO, Any
 import h11
 
 from jaxrl_llm.bench.http import split_url
-from jaxrl_llm.bench.serve_checks import Model, Sample, check_rest, growth
+from jaxrl_llm.bench.serve_checks import Model, Sample, check_growth, check_rest, growth
 from jaxrl_llm.bench.serve_load import Load, Target
 from jaxrl_llm.bench.serve_tasks import make_tasks
 from jaxrl_llm.config import Config, as_data, parse_config, to_yaml
@@ -38,10 +38,6 @@ _TASKS = 40  # questions that are asked again and again
 _LOADING = 600.0  # seconds for the server to load its model
 _REST = 20.0  # seconds for the server to come to rest after the load
 _STOP = 120.0  # seconds for the server to end when it is told to
-# Memory of a process that leaks nothing may grow by so many bytes between two quarters; while it has answered fewer
-# than a thousand requests between them, it still compiles programs, and may grow by the second number.
-_NOISE, _NOISE_AT_FIRST = 16 * 2**20, 256 * 2**20
-_THREADS = 8  # likewise
 _POINTS = 60  # of a series in the result
 _VERSIONS = (1, 2)  # of the snapshots that are made here
 _MIB = 2**20
@@ -62,7 +58,6 @@ def bench_serve(
     *,
     url: str | None = None,
     api_key: str | None = None,
-    name: str | None = None,
     minutes: float = 10.0,
     clients: int = 16,
     queue: int = 48,
@@ -76,7 +71,6 @@ def bench_serve(
       config: of the model; with `url` it must be what the server there was started with.
       url: address of a server that runs; None: one is started, and given other weights now and then.
       api_key: that the server wants; None: none.
-      name: of the model at `url`; default: the config's model.source.
       minutes: of load, without the start and the end.
       clients: requests under way at a time, bursts aside.
       queue: completions that wait before the server refuses others; of the server at `url`: what it was started with.
@@ -90,7 +84,7 @@ def bench_serve(
     Raises:
       InputError: arguments that cannot be, a model that cannot be loaded, or no server at `url`.
     """
-    if not 0 < minutes < 1e6 or clients < 1 or queue < 0 or not max_growth > 0:
+    if not 0 < minutes < 1e6 or not 0 < max_growth < 1e6 or clients < 1 or queue < 0:
         raise InputError(
             "--minutes and --max-growth must be positive, --clients at least 1, --queue not negative."
         )
@@ -99,7 +93,6 @@ def bench_serve(
 
     loaded = configured_model(config)
     model = Model(
-        name=name or config.model.source,
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.config.vocab_size,
         eos_ids=loaded.config.eos_ids,
@@ -143,6 +136,7 @@ def bench_serve(
 async def _measure(load: Load, watch: _Watch, seconds: float, on_progress: Callable[[str], None]) -> None:
     """Answers alone, load, rest, answers alone again under the other weights, rest."""
     on_progress("asking each question alone")
+    await load.greet()
     await load.ask_alone()
     await load.ask_together()
     await watch.start()
@@ -337,23 +331,6 @@ class _Watch:
                 await asyncio.sleep(0.1)
         self.leaks += held
 
-    def grown(self, max_growth: float) -> list[str]:
-        """Whether memory and threads grew while the load went on."""
-        out = []
-        found = growth(self.samples)
-        noise = _NOISE if found is not None and found.requests >= 1000 else _NOISE_AT_FIRST
-        if found is not None and found.bytes > noise + max_growth * _MIB * found.requests / 1000:
-            out.append(
-                f"memory grew by {found.bytes / _MIB:.1f} MiB from the second to the last quarter, "
-                f"{found.per_thousand / _MIB:.2f} MiB a thousand requests; {max_growth:g} are allowed beyond {noise / _MIB:g} MiB"
-            )
-        half = len(self.samples) // 2
-        before = max((s.threads or 0 for s in self.samples[: half or 1]), default=0)
-        after = max((s.threads or 0 for s in self.samples[half:]), default=0)
-        if after > before + _THREADS:
-            out.append(f"there were up to {before} threads in the first half and up to {after} in the second")
-        return out
-
 
 # ------------------------------------------------------------------------------------ the result
 
@@ -373,7 +350,7 @@ def _thinned(values: Sequence[Any]) -> list[Any]:
 def _result(
     load: Load, watch: _Watch, *, seconds: float, max_growth: float, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    leaks = watch.leaks + watch.grown(max_growth)
+    leaks = watch.leaks + check_growth(watch.samples, max_growth)
     found = growth(watch.samples)
     loaded = watch.samples[-1].seconds if watch.samples else 0.0
     by_status: collections.Counter[str] = collections.Counter()

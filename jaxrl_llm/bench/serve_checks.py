@@ -22,6 +22,7 @@ __all__ = [
     "Task",
     "check_choice",
     "check_choices",
+    "check_growth",
     "check_refusal",
     "check_rest",
     "check_usage",
@@ -29,6 +30,11 @@ __all__ = [
     "parse_metrics",
 ]
 
+_MIB = 2**20
+# Memory of a process that leaks nothing may grow by so many bytes between two quarters; while it has answered fewer
+# than a thousand requests between them, it still compiles programs, and may grow by the second number.
+_NOISE, _NOISE_AT_FIRST = 16 * _MIB, 256 * _MIB
+_THREADS = 8  # that may come in the second half
 _ROUNDING = 1e-5  # nats: what the log-prob of a certain token may lie above 0
 
 
@@ -36,7 +42,6 @@ _ROUNDING = 1e-5  # nats: what the log-prob of a certain token may lie above 0
 class Model:
     """What is known of the model behind the server."""
 
-    name: str
     tokenizer: Tokenizer
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -323,3 +328,23 @@ def growth(samples: Sequence[Sample]) -> Growth | None:
     grown = mean([s.resident for s in last]) - mean([s.resident for s in second])
     requests = mean([float(s.requests) for s in last]) - mean([float(s.requests) for s in second])
     return Growth(grown, requests, 1000 * grown / max(1.0, requests))
+
+
+def check_growth(samples: Sequence[Sample], max_growth: float) -> list[str]:
+    """Whether memory or threads grew while the load went on; `max_growth` is in MiB a thousand requests."""
+    out = []
+    found = growth(samples)
+    noise = _NOISE if found is not None and found.requests >= 1000 else _NOISE_AT_FIRST
+    if found is not None and found.bytes > noise + max_growth * _MIB * found.requests / 1000:
+        out.append(
+            f"memory grew by {found.bytes / _MIB:.1f} MiB from the second to the last quarter, "
+            f"{found.per_thousand / _MIB:.2f} MiB a thousand requests; {max_growth:g} are allowed beyond "
+            f"{noise / _MIB:g} MiB"
+        )
+    threads = [sample.threads for sample in samples if sample.threads is not None]
+    before, after = threads[: len(threads) // 2], threads[len(threads) // 2 :]
+    if before and max(after) > max(before) + _THREADS:
+        out.append(
+            f"at most {max(before)} threads in the first half of the load, up to {max(after)} in the second"
+        )
+    return out

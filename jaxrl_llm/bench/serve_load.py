@@ -44,7 +44,7 @@ from jaxrl_llm.bench.serve_tasks import (
 
 __all__ = ["Load", "Target"]
 
-_HANG = 90.0  # seconds: a request that takes longer is one that hangs
+_HANG = 300.0  # seconds: a request that takes longer is one that hangs
 _FREED = 15.0  # seconds: pages of a killed client must be free by then
 _SHOWN = 50  # faults that are kept word for word
 _TRIES = 3  # to kill a client in time
@@ -106,7 +106,7 @@ class Load:
         self._rng = random.Random(f"events-{seed}")
         self.tasks = tuple(tasks)
         self.references = References()
-        self.version = target.versions[0] if target.versions else None
+        self.version: int | None = None  # that is served; `greet` asks for it
 
         self.statuses: collections.Counter[tuple[str, str]] = collections.Counter()
         self.events: collections.Counter[str] = collections.Counter()
@@ -148,6 +148,15 @@ class Load:
             for task in tasks:
                 task.cancel()
 
+    async def greet(self) -> None:
+        """Asks the server whether it is well and which version it serves."""
+        async with self.connect() as connection, self._watched(connection, "/health"):
+            reply = await connection.request("GET", "/health")
+            health = await reply.json()
+            if reply.status != 200 or health["status"] != "ok" or health["paused"]:
+                self.fault(f"GET /health gave {reply.status} before the load: {health!s:.200}")
+            self.version = int(health["policy_version"])
+
     async def ask_alone(self) -> None:
         """Asks every task, one after the other: the answers that those under load must equal."""
         async with self.connect() as connection:
@@ -173,13 +182,14 @@ class Load:
         """The figures of the server at this moment.
 
         Raises:
-          OSError, h11.ProtocolError, ValueError: it does not answer with metrics.
+          OSError, h11.ProtocolError: it does not answer, or not with 200.
+          ValueError: what it answers is no page of metrics.
         """
         async with asyncio.timeout(_HANG):
             reply = await connection.request("GET", "/metrics")
             text = (await reply.read()).decode()
         if reply.status != 200:
-            raise ValueError(f"GET /metrics gave {reply.status}: {text[:200]}")
+            raise ConnectionError(f"GET /metrics gave {reply.status}: {text[:200]}")
         return parse_metrics(text)
 
     def fault(self, what: str) -> None:
@@ -212,8 +222,10 @@ class Load:
             reply = await connection.request("POST", path, body)
             self.statuses[kind, str(reply.status)] += 1
             if reply.status != 200:
-                value = json.loads(await reply.read())
+                value = await reply.json()
                 self._blame(kind, check_refusal(reply.status, reply.headers, value, 429))
+                if kind.startswith("alone/"):
+                    self.fault(f"{kind}: refused with {reply.status}, though nothing else was asked")
                 return reply.status
             if form.endswith("_stream"):
                 streamed = Streamed(form)
@@ -253,7 +265,6 @@ class Load:
         if wrong:
             return wrong
         for choice in choices:
-            self.tokens += len(choice.tokens or choice.logprobs or ())
             asked = dataclasses.replace(task, prompt=prompts[choice.index // n])
             wrong += check_choice(
                 choice, asked, self.target.model, logprobs=logprobs is not None, aborted=aborted
@@ -264,7 +275,9 @@ class Load:
                 numbered = dataclasses.replace(choice, index=choice.index % n)
                 wrong += self.references.check(numbered, asked, version)
         asked = dataclasses.replace(task, prompt=tuple(t for prompt in prompts for t in prompt))
-        return wrong + check_usage(usage, asked, choices)
+        counted = check_usage(usage, asked, choices)
+        self.tokens += 0 if counted else usage["completion_tokens"]
+        return wrong + counted
 
     @contextlib.asynccontextmanager
     async def _watched(self, connection: Connection, kind: str) -> AsyncIterator[list[Any]]:

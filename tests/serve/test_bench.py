@@ -20,6 +20,7 @@ from jaxrl_llm.bench.serve_checks import (
     Task,
     check_choice,
     check_choices,
+    check_growth,
     check_refusal,
     check_rest,
     check_usage,
@@ -32,7 +33,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 
 EOS = 2
-MODEL = Model(name="tiny", tokenizer=tiny_tokenizer(), vocab_size=128, eos_ids=(EOS,), max_context=64)
+MODEL = Model(tokenizer=tiny_tokenizer(), vocab_size=128, eos_ids=(EOS,), max_context=64)
 TASK = Task(prompt=(1, 104, 105), max_tokens=4, seed=3)
 
 
@@ -210,6 +211,28 @@ def test_growth_is_that_of_the_last_quarter_over_the_second():
     assert growth([]) is None and growth(samples(lambda t: 7.0)[:1]) is None
 
 
+def test_memory_and_threads_that_grow_are_told():
+    def grown(mib, requests, threads=(9, 9)):
+        """Growth by so many MiB while so many requests are answered, between the middles of the two quarters."""
+        samples = [
+            Sample(
+                seconds=float(t),
+                requests=requests * (t > 20),
+                resident=2.0**20 * (100 + mib * (t > 20)),
+                threads=threads[t > 20],
+                files=None,
+            )
+            for t in range(41)
+        ]
+        return " | ".join(check_growth(samples, 1.0))
+
+    assert grown(16, 1000) == grown(115, 100_000) == grown(255, 900) == grown(-50, 5000) == ""
+    assert "grew by 20.0 MiB" in grown(20, 1000) and "20.00 MiB a thousand requests" in grown(20, 1000)
+    assert "beyond 16 MiB" in grown(117, 100_000) and "beyond 256 MiB" in grown(300, 900)
+    assert grown(0, 1000, threads=(9, 17)) == grown(0, 1000, threads=(None, None)) == ""
+    assert "up to 18 in the second" in grown(0, 1000, threads=(9, 18))
+
+
 def test_metrics_are_read():
     text = '# HELP a What.\n# TYPE a counter\na{x="1",y="b"} 3\nb_total 2.5\n'
     assert parse_metrics(text) == {'a{x="1",y="b"}': 3.0, "b_total": 2.5}
@@ -304,7 +327,6 @@ def loading():
         model = dataclasses.replace(MODEL, max_context=10_000)
         target = Target(host=host, port=port, headers={}, model=model, slots=2, queue=2)
         load = Load(target, tasks or [task_of("hi", max_tokens=3)], clients=1, seed=0)
-        load.version = 0
         return load
 
     return make
@@ -317,6 +339,7 @@ def task_of(message, **more):
 
 def test_answers_that_are_the_same_each_time_are_right(scripted, loading):
     async def ask(load):
+        await load.greet()
         await load.ask_alone()
         await load.ask_together()
         await load.ask_alone()
@@ -333,6 +356,7 @@ def test_an_answer_that_changes_is_told(scripted, loading):
     count = itertools.count()
 
     async def ask(load):
+        await load.greet()
         await load.ask_alone()
         await load.ask_alone()
 
