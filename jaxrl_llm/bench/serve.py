@@ -287,10 +287,11 @@ class _Watch:
                 self._take(await self._load.metrics(connection))
                 last, load = self.samples[-1], self._load
                 rate = self.tokens / max(1e-9, last.seconds)
+                newest = f", the last: {load.faults[-1]:.200}" if load.faults else ""
                 on_progress(
                     f"{format_duration(last.seconds)} of {format_duration(seconds)}: {load.answered:,} requests, "
                     f"{rate:,.0f} tokens/s, {load.refused:,} times 429, {len(load.freed)} kills, "
-                    f"{last.resident / _MIB:,.0f} MiB, {load.fault_count} faults"
+                    f"{last.resident / _MIB:,.0f} MiB, {load.fault_count} faults{newest}"
                 )
                 await asyncio.sleep(period)
 

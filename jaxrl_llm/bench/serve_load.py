@@ -41,6 +41,7 @@ from jaxrl_llm.bench.serve_tasks import (
     question,
     read_choices,
 )
+from jaxrl_llm.errors import InputError
 
 __all__ = ["Load", "Target"]
 
@@ -149,13 +150,24 @@ class Load:
                 task.cancel()
 
     async def greet(self) -> None:
-        """Asks the server whether it is well and which version it serves."""
-        async with self.connect() as connection, self._watched(connection, "/health"):
-            reply = await connection.request("GET", "/health")
-            health = await reply.json()
-            if reply.status != 200 or health["status"] != "ok" or health["paused"]:
-                self.fault(f"GET /health gave {reply.status} before the load: {health!s:.200}")
+        """Asks the server whether it is well and which version it serves.
+
+        Raises:
+          InputError: it does not answer, or says that it is not well.
+        """
+        where = f"http://{self.target.host}:{self.target.port}/health"
+        try:
+            async with self.connect() as connection, asyncio.timeout(_HANG):
+                reply = await connection.request("GET", "/health")
+                health = await reply.json()
+            well = health["status"] == "ok" and not health["paused"]
             self.version = int(health["policy_version"])
+        except _BROKEN as error:
+            raise InputError(f"{where} does not answer ({error}). Is the server running?") from None
+        except _MALFORMED as error:
+            raise InputError(f"{where} does not answer as `jaxrl serve` does ({error!r}).") from None
+        if not well:
+            raise InputError(f"{where} answers {health!s:.200}; the server must be well and not paused.")
 
     async def ask_alone(self) -> None:
         """Asks every task, one after the other: the answers that those under load must equal."""

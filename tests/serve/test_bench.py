@@ -415,6 +415,16 @@ def test_what_is_wrong_with_the_arguments_is_told(capsys):
         assert end.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_who_is_no_server_or_not_well_is_told(scripted, loading):
+    with scripted(lambda tokens, index: [EOS]) as place:
+        load = loading(place)
+        place.service.stopping = True
+        with pytest.raises(InputError, match="'status': 'stopping'.*must be well"):
+            asyncio.run(load.greet())
+    with pytest.raises(InputError, match="/health does not answer .*Is the server running"):
+        asyncio.run(load.greet())
+
+
 @pytest.mark.slow
 def test_a_server_under_load_is_right_and_leaks_nothing(capsys):
     with pytest.raises(SystemExit) as end:
