@@ -261,8 +261,9 @@ class References:
 def _difference(before: Any, now: Any) -> str:
     if isinstance(before, str) or len(before) != len(now):
         return f"{before!r:.60} and {now!r:.60}"
-    at = next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
-    return f"place {at} of {len(now)}, {before[at]!r} and {now[at]!r}"
+    places = [i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1]]
+    at = places[0]
+    return f"{len(places)} of {len(now)} places, the first is {at}, {before[at]!r} and {now[at]!r}"
 
 
 # ------------------------------------------------------------------------------------ leaks

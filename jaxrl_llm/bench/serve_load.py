@@ -421,7 +421,7 @@ class Load:
     async def _happen(self, seconds: float) -> None:
         """One thing after the other happens to the server."""
         end = time.monotonic() + seconds
-        kinds = [self.burst, self.burst_while_paused, self.kill, self.pause, self.abort]
+        kinds = [self.burst, self.burst_while_paused, self.kill, self.pause, self.abort, self.mislead]
         if self.target.versions:
             kinds += [self._update_one, self._update_one]
         while True:
@@ -489,6 +489,15 @@ class Load:
         with self._pauses, self._aborts:
             await self._post("/pause?mode=abort")
             await self._post("/resume")
+
+    async def mislead(self) -> None:
+        """Weights that are not there; among the clients' bad requests it would meet other updates."""
+        self.events["updates to nothing"] += 1
+        async with self.connect() as connection, self._watched(connection, "/update_weights"):
+            reply = await connection.request("POST", "/update_weights", {"snapshot": "/no/such/run"})
+            self.statuses["command/update_weights", str(reply.status)] += 1
+            body = await reply.json()
+            self._blame("/update_weights to nothing", check_refusal(reply.status, reply.headers, body, 400))
 
     async def _update_one(self) -> None:
         others = [version for version in self.target.versions if version != self.version]

@@ -40,7 +40,7 @@ BAD_REQUESTS: tuple[tuple[str, str, Any, int], ...] = (
     ("another model", "/v1/completions", {"model": "no such model", "prompt": "x"}, 404),
     ("another path", "/v1/nowhere", {}, 404),
     ("an unknown kind of pause", "/pause?mode=later", b"", 400),
-    ("a snapshot that is not there", "/update_weights", {"snapshot": "/no/such/run"}, 400),
+    ("an unknown way to update", "/update_weights", {"snapshot": "run", "pages": "some"}, 400),
 )
 
 

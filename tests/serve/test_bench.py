@@ -147,7 +147,7 @@ def test_the_same_question_has_the_same_answer():
     assert known.compared == 2
     other = dataclasses.replace(first, logprobs=(-1.0, -2.0, -3.0, -4.0000001))
     assert known.check(other, TASK, 1) == [
-        "logprobs differs from the answer before: place 3 of 4, -4.0 and -4.0000001"
+        "logprobs differs from the answer before: 1 of 4 places, the first is 3, -4.0 and -4.0000001"
     ]
     assert "'abcd' and 'abce'" in known.check(dataclasses.replace(first, text="abce"), TASK, 1)[0]
     shorter = dataclasses.replace(first, tokens=ids("abc"), logprobs=None)
