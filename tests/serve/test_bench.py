@@ -23,6 +23,7 @@ from jaxrl_llm.bench.serve_checks import (
     check_growth,
     check_refusal,
     check_rest,
+    check_rounding,
     check_usage,
     growth,
     parse_metrics,
@@ -145,10 +146,13 @@ def test_the_same_question_has_the_same_answer():
     assert known.check(first, TASK, 1) == [] and known.check(first, TASK, 1) == []
     assert known.check(dataclasses.replace(first, tokens=None, logprobs=None), TASK, 1) == []
     assert known.compared == 2
-    other = dataclasses.replace(first, logprobs=(-1.0, -2.0, -3.0, -4.0000001))
+    other = dataclasses.replace(first, logprobs=(-1.0, -2.0, -3.0, -4.0001))
     assert known.check(other, TASK, 1) == [
-        "logprobs differs from the answer before: 1 of 4 places, the first is 3, -4.0 and -4.0000001"
+        "logprobs differs from the answer before: 1 of 4 places, the first is 3, -4.0 and -4.0001"
     ]
+    assert known.rounded == 0
+    assert known.check(dataclasses.replace(first, logprobs=(-1.0, -2.0, -3.0, -4.000001)), TASK, 1) == []
+    assert known.rounded == 1
     assert "'abcd' and 'abce'" in known.check(dataclasses.replace(first, text="abce"), TASK, 1)[0]
     shorter = dataclasses.replace(first, tokens=ids("abc"), logprobs=None)
     assert "tokens differs" in known.check(shorter, TASK, 1)[0]
@@ -161,6 +165,11 @@ def test_the_same_question_has_the_same_answer():
     ):
         assert known.check(dataclasses.replace(other, index=index), task, version) == []
     assert known.check(other, dataclasses.replace(TASK, message="hi"), 1) != []
+
+
+def test_few_last_bits_may_differ():
+    assert check_rounding(3, 10) == check_rounding(40, 40_000) == []
+    assert "4 of 10 compared" in check_rounding(4, 10)[0] and "40 may" in check_rounding(41, 40_000)[0]
 
 
 def test_greedy_choices_are_all_the_same():
@@ -366,11 +375,11 @@ def test_an_answer_that_changes_is_told(scripted, loading):
     assert load.fault_count == 2 and "text differs from the answer before: 'a' and 'b'" in load.faults[1]
 
 
-def test_a_burst_while_paused_is_refused_in_part(scripted, loading):
+def test_a_burst_while_paused_is_refused_in_part(scripted, loading, eventually):
     with scripted(lambda tokens, index: itertools.repeat(ord("a"))) as place:
         load = loading(place)
         asyncio.run(load.burst_while_paused())
-        assert place.service.in_flight == 0 and not place.worker.view.paused
+        eventually(lambda: place.service.in_flight == 0 and not place.worker.view.paused)
     assert load.faults == [] and load.refused == 8  # of 12, for 4 places
     assert (
         sum(count for (_, status), count in load.statuses.items() if status == "200") == 4 + 2
