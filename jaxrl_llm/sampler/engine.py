@@ -497,6 +497,11 @@ class Engine:
         return self._allocator.capacity - len(needed)
 
     @property
+    def lost_pages(self) -> int:
+        """Pages that are held although no request is left, and that are no kept prompt's: 0, or a leak. 0 while busy."""
+        return 0 if self.busy else self._allocator.used - len(self._scheduler.cache)
+
+    @property
     def filled_share(self) -> float:
         """Tokens of the rows in slots over the room in their pages; 1 less this is fragmentation."""
         rows = self._scheduler.running

@@ -109,6 +109,11 @@ class Replicas:
         return sum(engine.free_pages for engine in self._engines)
 
     @property
+    def lost_pages(self) -> int:
+        """See `Engine.lost_pages`."""
+        return sum(engine.lost_pages for engine in self._engines)
+
+    @property
     def filled_share(self) -> float:
         """The mean of `Engine.filled_share` over replicas that have rows."""
         shares = [engine.filled_share for engine in self._engines if engine.running]

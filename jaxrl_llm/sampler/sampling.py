@@ -231,6 +231,8 @@ def draw(
     z = z / jnp.where(greedy, 1.0, rows.temperature)[:, None].astype(logits.dtype)
     if forbidden is not None:
         z = jnp.where(forbidden, -jnp.inf, z)
+    # What neighbours ask for makes this another program, which must not round this row's sums in another way.
+    z = jax.lax.optimization_barrier(z)
     blocks = jnp.pad(z, ((0, 0), (0, -V % BLOCK)), constant_values=-jnp.inf).reshape(B, -1, BLOCK)
     block_best = jnp.max(blocks, axis=2)
     best = jnp.max(block_best, axis=1)
@@ -277,8 +279,10 @@ def draw(
 
     raw_logprob = None
     if raw or forbidden is not None or bias is not None:
-        raw_logprob = _take(logits, token) - _log_sum_exp(logits)
-        logprob = jnp.where(greedy, raw_logprob, logprob)
+        raw_logprob = _take(logits, token) - _log_sum_exp(jax.lax.optimization_barrier(logits))
+        # A greedy row with the logits of the model has its raw log-prob already, in the bits of any other program.
+        changed = jnp.any(z != logits, axis=1)
+        logprob = jnp.where(greedy & changed, raw_logprob, logprob)
     return Draw(
         token=token,
         logprob=logprob.astype(jnp.float32),

@@ -94,6 +94,7 @@ async def metrics(service: Service, request: Request) -> Response:
         service.worker.view,
         in_flight=service.in_flight,
         open_completions=service.open_completions,
+        tasks=len(asyncio.all_tasks()),
     )
     return Response(text, media_type=CONTENT_TYPE)
 

@@ -55,10 +55,11 @@ class Counts:
         )
 
 
-def page(counts: Counts, view: View, *, in_flight: int, open_completions: int) -> str:
+def page(counts: Counts, view: View, *, in_flight: int, open_completions: int, tasks: int) -> str:
     """The page in Prometheus' text format.
 
     Args:
+      tasks: of the event loop.
       in_flight: requests that are not answered yet.
       open_completions: completions that clients wait for.
     """
@@ -73,6 +74,12 @@ def page(counts: Counts, view: View, *, in_flight: int, open_completions: int) -
         "jaxrl_rows_running": ("gauge", "Completions that are being sampled.", view.running),
         "jaxrl_pages": ("gauge", "Pages of the K/V cache.", view.pages),
         "jaxrl_pages_free": ("gauge", "Pages that hold nothing.", view.free_pages),
+        "jaxrl_pages_lost": (
+            "gauge",
+            "Pages held though no row is left, and of no kept prompt; told when idle.",
+            view.lost_pages,
+        ),
+        "jaxrl_tasks": ("gauge", "Tasks of the event loop, that of this answer too.", tasks),
         "jaxrl_pages_used_ratio": ("gauge", "Share of the pages in use.", used),
         "jaxrl_pages_fragmentation_ratio": (
             "gauge",

@@ -61,6 +61,8 @@ class Engine(Protocol):
     @property
     def pages(self) -> int: ...
     @property
+    def lost_pages(self) -> int: ...
+    @property
     def filled_share(self) -> float: ...
     def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
     def submit(
@@ -96,6 +98,7 @@ class View:
     running: int
     free_pages: int
     pages: int
+    lost_pages: int  # of nobody, though held; told when there is no row
     filled_share: float  # tokens of running rows over the room in their pages; 0 without rows
     version: int
     fingerprint: str
@@ -254,6 +257,7 @@ class Worker:
             running=engine.running,
             free_pages=engine.free_pages,
             pages=engine.pages,
+            lost_pages=engine.lost_pages,
             filled_share=engine.filled_share,
             version=self._version,
             fingerprint=self._fingerprint,

@@ -141,6 +141,7 @@ def drive(actions, pages, options):
             break
         step()
     assert done.keys() == requests.keys()
+    assert made.lost_pages == 0
     made.release()  # raises if a page has leaked
     assert made.free_pages == made.pages
 
@@ -461,6 +462,16 @@ def test_the_next_turn_of_a_conversation_finds_its_pages():
         np.testing.assert_allclose(second.logprobs, dense, atol=1e-4)
 
 
+def test_a_page_that_nobody_gives_back_is_told():
+    made = engine(pages=14)
+    made.submit(prompt("a", 70), SamplingParams(max_tokens=4, stop_ids=()))
+    made._allocator.allocate(2)
+    assert made.lost_pages == 0  # not asked while rows run
+    while made.busy:
+        made.step()
+    assert made.free_pages == made.pages and made.lost_pages == 2
+
+
 def test_cancelling_frees_slots_and_pages_at_once():
     made = engine(pages=14)
     ids = made.submit(prompt("a", 30), SamplingParams(max_tokens=40, n=6, stop_ids=()))
@@ -469,6 +480,7 @@ def test_cancelling_frees_slots_and_pages_at_once():
     for id in ids:
         assert made.cancel(id).stop is StopReason.CANCELLED
     assert not made.busy and made.free_pages == made.pages and made.cancel(ids[0]) is None
+    assert made.lost_pages == 0
     made.release()
     assert made.stats.cancelled == 6 and made.step() == []
 

@@ -149,6 +149,30 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_ask_for():
         assert np.array_equal(together.logprob[np.array(others)], alone.logprob[np.array(others)])
 
 
+def test_a_row_is_drawn_the_same_by_the_program_that_its_neighbours_need():
+    """Limits, biases, raw or listed log-probs of one row are other programs for all of them."""
+    n, V = 64, 1000
+    logits = jax.random.normal(jax.random.key(0), (n, V)) * 3
+    calm = rows(temperature=[[0.0, 0.7][i % 2] for i in range(n)])
+    nobody = np.zeros((n, V), bool)
+    nobody[0, :3] = True  # row 0 is the neighbour
+    bias = nobody * np.float32(5)
+    program = jax.jit(draw, static_argnames=("truncate", "raw", "top"))
+    args = (logits, keys(n), np.arange(n, dtype=np.int32), calm)
+    alone = program(*args, truncate=False)
+    for wish in (
+        {"truncate": True},
+        {"raw": True},
+        {"top": 3},
+        {"forbidden": nobody},
+        {"bias": bias},
+        {"forbidden": nobody, "bias": bias, "top": 5, "truncate": True},
+    ):
+        out = program(*args, **{"truncate": False, **wish})
+        assert np.array_equal(out.token[1:], alone.token[1:]), wish
+        assert np.array_equal(out.logprob[1:], alone.logprob[1:]), wish
+
+
 def test_short_and_long_candidate_lists_agree_bit_for_bit():
     z = jax.random.normal(jax.random.key(5), (8, 700)) * 4
     p = rows(

@@ -53,7 +53,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer, script, *, slots=2, eos=2):
         self.tokenizer, self.script, self.slots, self.eos = tokenizer, script, slots, eos
-        self.pages = 1 + slots
+        self.pages = slots
         self.stats = SamplerStats(slots=slots)
         self.waiting, self.active = [], []
         self.cancelled, self.swapped, self.sessions = [], [], []
@@ -65,6 +65,7 @@ class ScriptedEngine:
     queued = property(lambda self: len(self.waiting))
     running = property(lambda self: len(self.active))
     free_pages = property(lambda self: self.slots - len(self.active))
+    lost_pages = 0
     filled_share = property(lambda self: 0.75 if self.active else 0.0)
 
     def swap(self, params, *, version, pages="keep", expect=None):

@@ -538,5 +538,6 @@ def test_metrics_can_be_scraped(place, client):
     for name in ("time_to_first_token_seconds", "queue_delay_seconds", "request_seconds"):
         assert values[f"jaxrl_{name}_count"] == values[f'jaxrl_{name}_bucket{{le="+Inf"}}'] > 0
     assert values["jaxrl_pages_free"] == values["jaxrl_pages"] and values["jaxrl_completions_open"] == 0
+    assert values["jaxrl_pages_lost"] == 0 and values["jaxrl_tasks"] >= 1
     assert values["jaxrl_policy_version"] == place.worker.view.version
     assert kinds["jaxrl_rows_running"] == "gauge"
