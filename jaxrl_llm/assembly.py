@@ -24,6 +24,7 @@ from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Completion, Engine, Sampler, SamplingParams
 from jaxrl_llm.sampler.paged_cache import pages_for
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.types import TokenBatch
 
@@ -41,6 +42,7 @@ __all__ = [
     "held_out_items",
     "configured_teacher",
     "prompt_room",
+    "replica_devices",
     "sampling_params",
     "schedule_of",
     "teacher_config",
@@ -292,16 +294,18 @@ def _check_context(config: Config, model: Model) -> None:
 _PREFILL_CALLS = 4  # in one step while rows decode, so that a long prompt does not hold up the others
 
 
-def build_engine(config: Config, model: Model) -> Engine:
+def build_engine(config: Config, model: Model, replicas: int = 1) -> Engine | Replicas:
     """The engine of a config, for serving; without `sampler.pages`, every slot has pages for the whole context.
 
+    Args:
+      replicas: engines, each with the slots of the config and a copy of the weights on a device of its own.
+
     Raises:
-      InputError: `model.max_context` is more than the model has positions for.
+      InputError: `model.max_context` is more than the model has positions for, or there are fewer devices than replicas.
     """
     _check_context(config, model)
     s, context = config.sampler, config.model.max_context
-    return Engine(
-        model.config,
+    options: dict[str, Any] = dict(
         slots=s.slots,
         pages=s.pages or 1 + s.slots * pages_for(context, s.page_size),
         page_size=s.page_size,
@@ -312,6 +316,24 @@ def build_engine(config: Config, model: Model) -> Engine:
         weights=s.weights,
         kv=s.kv,
     )
+    if replicas == 1:
+        return Engine(model.config, **options)
+    return Replicas(model.config, replica_devices(replicas), **options)
+
+
+def replica_devices(replicas: int) -> list[jax.Device]:
+    """The devices of so many replicas.
+
+    Raises:
+      InputError: there are fewer.
+    """
+    devices = jax.local_devices()
+    if not 1 <= replicas <= len(devices):
+        raise InputError(
+            f"--replicas must be in [1, {len(devices)}], got {replicas}: each takes a device, and this machine has "
+            f"{len(devices)}."
+        )
+    return devices[:replicas]
 
 
 def held_out_items(config: Config, task: Task) -> int:

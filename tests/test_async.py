@@ -15,6 +15,7 @@ from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.planning.recorded import read_run, simulated
 from jaxrl_llm.replay import replay
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.train import train
@@ -45,6 +46,19 @@ def test_it_spans_versions_and_accounts_for_every_sample(whole):
     assert trained == 6 * 64 == sum(row["rollout/trajectories"] for row in rows)
     told = sum(line["samples"] for line in lines if line["reason"] == "over_generated")
     assert told == sum(row["ledger/over_generated_samples"] for row in rows)
+
+
+def test_the_simulator_counts_as_the_run_did(whole):
+    """From a part of its lengths, so not to the last dispatch."""
+    record = read_run(whole)
+    found = simulated(record)
+    rows = figures(whole)[1:]
+    assert record.ticks.sum() == sum(row["rollout/ticks"] for row in rows)
+    assert sum(found.ticks) == pytest.approx(record.ticks.sum(), rel=0.15)
+    assert found.trained_tokens == pytest.approx(sum(row["rollout/tokens"] for row in rows), rel=0.05)
+    told = sum(row["ledger/over_generated_samples"] for row in rows)
+    assert found.dropped["over_generated"][0] == pytest.approx(told, rel=0.15)
+    assert max(found.ages) == max(row["staleness/age_max"] for row in rows)
 
 
 def test_a_replay_is_the_record_from_any_snapshot(whole):

@@ -21,6 +21,7 @@ def run_bench(
     micro_batch_rows: int,
     repeats: int,
     recipes: Sequence[str] = (),
+    shortest_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Measures a rollout, an update, an iteration (one after the other), or recipes beside GRPO, on a real model.
 
@@ -29,7 +30,7 @@ def run_bench(
       with their sum. The one-minute load average is in it, since a busy machine measures itself.
     """
     from jaxrl_llm.bench.objectives import bench_objectives
-    from jaxrl_llm.bench.rollout import bench_rollout
+    from jaxrl_llm.bench.rollout import bench_rollout, ragged_lengths
     from jaxrl_llm.bench.update import bench_update
     from jaxrl_llm.errors import InputError
     from jaxrl_llm.models.load import load_model
@@ -38,6 +39,13 @@ def run_bench(
     for name, value in sizes.items():
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}.")
+    if shortest_tokens is not None and what != "rollout":
+        raise InputError(
+            f"--shortest-tokens goes with `jaxrl bench rollout` and `jaxrl bench compare`, not with {what}."
+        )
+    lengths = None
+    if shortest_tokens is not None:
+        lengths = ragged_lengths(prompts * group, shortest_tokens, new_tokens)
     loaded = load_model(model, dtype=dtype)
     results: dict[str, dict[str, Any]] = {}
     if what in ("rollout", "iteration"):
@@ -50,6 +58,7 @@ def run_bench(
             new_tokens=new_tokens,
             dtype=dtype,
             repeats=repeats,
+            lengths=lengths,
         )
     if what in ("update", "iteration"):
         config, params = loaded.config, loaded.params

@@ -13,7 +13,8 @@ from, `hidden_states`: they are small ([B, T, E]), so they are computed once a t
 **Truncated sampling.** A token that top-k, top-p or min-p chose out of a few has its log-prob over these few, its
 *support* S, in every policy: log p(y) = z_y - log Σ_{v in S} exp z_v, with d log p(y) / dz_v = [v = y] - p(v) in S and 0
 outside. With the weights that sampled it this is the sampler's log-prob, so the ratio is 1; under any other weights it
-is finite, since y is in S. The entropy is that of the same distribution. What compares whole distributions (lists,
+is finite, since y is in S. A token that was drawn from all but a few tokens (min_tokens, suppressed ids) has its log-prob
+over the others in the same way. The entropy is that of the same distribution. What compares whole distributions (lists,
 divergences to a teacher) stays over the vocabulary: it does not depend on how the token was drawn, and S, which is
 the sampler's, is not the set that another policy would draw from.
 
@@ -38,6 +39,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, head_matrix
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
+from jaxrl_llm.ops.support import first_left_out, left_out_ids
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
@@ -58,6 +60,9 @@ Array = jax.Array
 
 # Entropy: not computed, on the gradient tape, or computed for reporting only (no gradient flows through it).
 Entropy = bool | Literal["detached"]
+
+# The logit of a token that is left out: its probability is 0, and 0 times it is 0 and not NaN.
+_LEFT_OUT = -1e30
 
 _CHUNK_ELEMENTS = 2**25  # logits of one chunk: 128 MB in f32
 
@@ -125,6 +130,19 @@ def _lse_and_entropy(logits_RCV: Array) -> tuple[Array, Array]:
     return top[..., 0] + jnp.log(s), jnp.log(s) - u / s
 
 
+def _without_left_out(logits_RCV: Array, support_RCS: Array) -> Array:
+    """The logits, with `_LEFT_OUT` at the tokens that the support of a position leaves out."""
+    V = logits_RCV.shape[-1]
+
+    def leave_out(logits):
+        r, c = (jnp.arange(n)[:, None] for n in logits.shape[:2])
+        ids = left_out_ids(support_RCS, V)
+        logits = logits.at[r[..., None], c[None], ids].set(_LEFT_OUT, mode="drop")
+        return jnp.where(jnp.arange(V) < first_left_out(support_RCS, V)[..., None], logits, _LEFT_OUT)
+
+    return jax.lax.cond(jnp.any(support_RCS <= -2), leave_out, lambda logits: logits, logits_RCV)
+
+
 def _on_support(logits_RCV: Array, support_RCS: Array) -> Array:
     """[R, C, S]: the logits of the tokens of each support, -inf where it has ended."""
     logits = jnp.take_along_axis(logits_RCV, jnp.maximum(support_RCS, 0), axis=-1)
@@ -171,28 +189,32 @@ def _head_forward(
     def compute(_, chunk):
         x_RCD, target_RC, temperature_RC, listed, y_RCE, support = chunk
         logits = _logits(x_RCD.astype(plan.dtype), w, temperature_RC)
+        allowed = logits if support is None else _without_left_out(logits, support)
         chosen = jnp.take_along_axis(logits, target_RC[..., None], axis=-1)[..., 0]
         if plan.entropy:
-            lse, entropy = _lse_and_entropy(logits)
+            lse, entropy = _lse_and_entropy(allowed)
         else:
-            lse = jax.nn.logsumexp(logits, axis=-1)
+            lse = jax.nn.logsumexp(allowed, axis=-1)
             entropy = jnp.zeros_like(lse)
+        whole = lse  # of the whole vocabulary
+        if support is not None and (plan.divergence is not None or listed is not None or plan.find):
+            whole = jax.nn.logsumexp(logits, axis=-1)
         divergence = jnp.zeros_like(lse)
         if plan.divergence is not None:
             teacher = _teacher_logprobs(plan, y_RCE, v_EV, temperature_RC)
-            divergence = plan.divergence.value(logits - lse[..., None], teacher).astype(wide)
+            divergence = plan.divergence.value(logits - whole[..., None], teacher).astype(wide)
         lists: tuple[Array, ...] = ()
         if listed is not None:
-            lists = (jnp.take_along_axis(logits, listed, axis=-1) - lse[..., None],)
+            lists = (jnp.take_along_axis(logits, listed, axis=-1) - whole[..., None],)
         elif plan.find:
             values, ids = jax.lax.top_k(logits, plan.find)
-            lists = values - lse[..., None], ids
+            lists = values - whole[..., None], ids
         if support is None:
-            return None, (chosen - lse, (lse, None), entropy, divergence, *lists)
+            return None, (chosen - lse, (lse, None, None), entropy, divergence, *lists)
         some = jnp.any(support >= 0, axis=-1)
         own, entropy_of_own = _support_lse_and_entropy(_on_support(logits, support))
         own, entropy = jnp.where(some, own, lse), jnp.where(some, entropy_of_own, entropy)
-        return None, (chosen - own, (lse, own), entropy, divergence, *lists)
+        return None, (chosen - own, (lse, own, whole), entropy, divergence, *lists)
 
     _, outputs = chunks.fold(
         compute, None, chunks.cut((h_RMD, targets_RM, temperature_RM, listed_RMK, y_RME, support_RMS))
@@ -214,7 +236,7 @@ def _add_at(x_RCV: Array, ids_RCK: Array, values_RCK: Array) -> Array:
 
 def _head_backward(plan, residuals, cotangents):
     h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, *kept = residuals
-    support_RMS, lse, own, entropy = kept
+    support_RMS, lse, own, whole, entropy = kept
     d_logprob, d_entropy = (jnp.where(active_RM, d, 0.0) for d in cotangents[:2])
     d_listed = d_divergence = None
     if listed_RMK is not None:
@@ -228,25 +250,29 @@ def _head_backward(plan, residuals, cotangents):
 
     def compute(dw_RDV, chunk):
         x_RCD, target_RC, temperature_RC, lse_RC, entropy_RC, dp_RC, de_RC, ids, dk_RCK, *rest = chunk
-        y_RCE, dd_RC, support, own_RC = rest
+        y_RCE, dd_RC, support, own_RC, whole_RC = rest
         x = x_RCD.astype(plan.dtype)
         logits = _logits(x, w, temperature_RC)
-        logp = logits - lse_RC[..., None]
+        allowed = logits if support is None else _without_left_out(logits, support)
+        logp = allowed - lse_RC[..., None]
         probs = jnp.exp(logp)
         one_hot = target_RC[..., None] == jnp.arange(V, dtype=target_RC.dtype)
         # d log p_y / dz_j = [j = y] - p_j        dH / dz_j = -p_j (log p_j + H)
-        total, total_entropy = dp_RC, de_RC  # of what is taken over the whole vocabulary
+        total, total_entropy = dp_RC, de_RC  # of what is not taken over a short list
         if support is not None:
             some = jnp.any(support >= 0, axis=-1)
             total, total_entropy = jnp.where(some, 0.0, dp_RC), jnp.where(some, 0.0, de_RC)
-        if ids is not None:
-            total = total + jnp.sum(dk_RCK, axis=-1)
+        if support is None:
+            logp_whole, probs_whole = logp, probs
+        elif ids is not None or plan.divergence is not None:
+            logp_whole = logits - whole_RC[..., None]
+            probs_whole = jnp.exp(logp_whole)
         if ids is None and support is None:
             dz = dp_RC[..., None] * (one_hot - probs)
         else:
             dz = dp_RC[..., None] * one_hot - total[..., None] * probs
         if ids is not None:
-            dz = _add_at(dz, ids, dk_RCK)
+            dz = _add_at(dz - jnp.sum(dk_RCK, axis=-1)[..., None] * probs_whole, ids, dk_RCK)
         if plan.entropy is True:
             dz = dz - total_entropy[..., None] * probs * (logp + entropy_RC[..., None])
         if support is not None:
@@ -258,7 +284,7 @@ def _head_backward(plan, residuals, cotangents):
             dz = _add_at(dz, jnp.where(there, support, V), jnp.where(there, -slope * jnp.exp(logp_RCS), 0.0))
         if plan.divergence is not None:
             teacher = _teacher_logprobs(plan, y_RCE, v_EV, temperature_RC)
-            dz = dz + dd_RC[..., None] * plan.divergence.slope(logp, teacher)
+            dz = dz + dd_RC[..., None] * plan.divergence.slope(logp_whole, teacher)
         dz = (dz / temperature_RC[..., None]).astype(plan.dtype)
         dx_RCD = jnp.einsum("rcv,dv->rcd", dz, w, preferred_element_type=wide)
         return dw_RDV + jnp.einsum("rcd,rcv->rdv", x, dz, preferred_element_type=wide), dx_RCD
@@ -266,7 +292,9 @@ def _head_backward(plan, residuals, cotangents):
     fields = (h_RMD, targets_RM, temperature_RM, lse, entropy, d_logprob, d_entropy, listed_RMK, d_listed)
     # Each row block sums its own: the shards of a mesh add theirs once, and not in every chunk.
     zeros = jnp.zeros((h_RMD.shape[0], *w_DV.shape), wide)
-    dw_RDV, dx = chunks.fold(compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own)))
+    dw_RDV, dx = chunks.fold(
+        compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own, whole))
+    )
     dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
     return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
@@ -315,8 +343,8 @@ def head_output(
       find: K; look up the K likeliest tokens instead. Not differentiable.
       teacher: also its divergence from the distribution, over the whole vocabulary and under the same temperature.
       hidden_teacher: [B, T, E], the hidden states of the teacher after its last norm; no gradient reaches them.
-      support: i32[B, T, S], the tokens over which the log-prob and the entropy are taken: different ids, the target among
-        them, the rest -1; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
+      support: i32[B, T, S], what the log-prob and the entropy are taken over, in the form of `ops.support`: different ids,
+        the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
     """

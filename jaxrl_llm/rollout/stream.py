@@ -4,19 +4,22 @@ A *tick* is one dispatch of the engine. The clock of a run is (train steps done,
 one, so the same data gives the same decisions, in every process and in every replay:
 
 - Prompts are submitted, in the order of the source, while fewer than `in_flight` groups are outstanding.
-- After every tick the batch is looked at. It is ready when there are `groups` complete groups and every group that
-  would be too old for the next train step is complete (late="wait") or dropped (late="drop").
+- After every tick the batch is looked at. It is ready when there are `groups` complete groups and the train steps that
+  follow can consume every other group in time (late="wait"), or groups that are too late for that are dropped
+  (late="drop").
 - The oldest complete groups are trained on. What is left, complete or not, goes on under the next weights.
 
 The age of a group is the learner's version at the train step that consumes it less the version of its oldest sampled
-token. No group is trained on beyond `max_age`. With late="wait" none is ever dropped for its age: at version v at most
-(v + 1 + max_age) x groups have been submitted, so that never more than one batch is due.
+token. No group is trained on beyond `max_age`. With late="wait" none is ever dropped for its age: groups are consumed
+earliest deadline first, at most (1 + max_age) x groups are outstanding, and a batch waits where more groups than the
+next k train steps can consume would be due by then (`in_time`).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -28,7 +31,7 @@ from jaxrl_llm.sampler.base import Completion, SamplingParams
 from jaxrl_llm.sampler.engine import Carried, Engine
 from jaxrl_llm.types import Prompt, Trajectory
 
-__all__ = ["Schedule", "Stream", "StreamState"]
+__all__ = ["Schedule", "Stream", "StreamState", "in_time"]
 
 Late = Literal["wait", "drop"]
 Swap = Literal["keep", "recompute", "drain"]
@@ -64,6 +67,21 @@ class Schedule:
     def outstanding(self) -> int:
         """Most groups that have been submitted and are neither trained on nor dropped."""
         return self.in_flight or (1 + self.max_age) * self.groups
+
+
+def in_time(oldest: Iterable[int], version: int, schedule: Schedule) -> bool:
+    """Whether the train steps after that from `version` can consume groups of these oldest versions, none too old.
+
+    A group is due `max_age` versions after its oldest token. The next k train steps consume k x groups, so that no more
+    than those may be due by then; k = 0: nothing that is left may be due now.
+    """
+    due = collections.Counter(max(0, group + schedule.max_age - version) for group in oldest)
+    total = 0
+    for k in range(max(1, schedule.max_age)):
+        total += due[k]
+        if total > k * schedule.groups:
+            return False
+    return True
 
 
 class _Prompts(Protocol):
@@ -225,19 +243,16 @@ class Stream:
         """Whether the train step that starts from `version` is the last that may consume it."""
         return version - oldest >= self.schedule.max_age
 
-    def _late(self, version: int) -> list[_Group]:
-        """Open groups that the next train step may not consume."""
-        if self._engine is None:
-            return []
-        oldest = self._engine.begun_at()
-        late = []
+    def _oldest(self, version: int) -> dict[int, int]:
+        """Version of the oldest token of each open group, by number."""
+        begun = {} if self._engine is None else self._engine.begun_at()
+        oldest = {}
         for group in self._open.values():
             versions = [int(c.versions.min()) for c in group.done if len(c.versions)]
-            versions += [oldest[id] for id in group.ids if id in oldest]
+            versions += [begun[id] for id in group.ids if id in begun]
             # A prompt that has no token yet is as old as the weights that will sample its first.
-            if self._due(min(versions, default=version), version):
-                late.append(group)
-        return late
+            oldest[group.number] = min(versions, default=version)
+        return oldest
 
     def _drop_late(self, version: int) -> None:
         if (
@@ -246,15 +261,21 @@ class Stream:
             or not self.schedule.max_age
         ):
             return
-        for group in self._late(version):
-            cut = [c for id in group.ids if (c := self._cancel(id)) is not None]
-            self.ledger.count("stale", group.prompt.task, [len(c.tokens) for c in [*group.done, *cut]])
-            del self._open[group.number]
+        for number, oldest in self._oldest(version).items():
+            if self._due(oldest, version):
+                group = self._open.pop(number)
+                cut = [c for id in group.ids if (c := self._cancel(id)) is not None]
+                self.ledger.count("stale", group.prompt.task, [len(c.tokens) for c in [*group.done, *cut]])
 
     def _complete(self, version: int) -> bool:
-        if len(self._ready) < self.schedule.groups:
+        """Whether the next train step can have its batch."""
+        schedule, ready = self.schedule, sorted(group.oldest for group in self._ready)
+        if len(ready) < schedule.groups:
             return False
-        return not self._late(version)
+        oldest = self._oldest(version).values()
+        if schedule.late == "drop":  # what is due has been dropped, unless max_age is 0
+            return not any(self._due(group, version) for group in oldest)
+        return in_time([*ready[schedule.groups :], *oldest], version, schedule)
 
     def _take(self, version: int, ticks: int, barrier: bool) -> tuple[list[Trajectory], dict[str, float]]:
         """Takes the oldest complete groups; drops those that are left and too old for the next train step."""

@@ -12,14 +12,14 @@ import hashlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Prompt, StopReason
 
-__all__ = ["Completion", "SamplerStats", "SamplingParams", "TokenSampler", "as_prompts"]
+__all__ = ["Completion", "PromptScores", "SamplerStats", "SamplingParams", "TokenSampler", "as_prompts"]
 
 
 _MOST = 2**31 - 1  # counts are i32 on the device
@@ -83,9 +83,14 @@ class SamplingParams:
     # (id, value): added to the logit of a token before the temperature, as in OpenAI's API. The log-probs are those of
     # the biased distribution, which a learner does not compute: for serving, not for training.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    prompt_logprobs: bool = False  # also return raw log-probs of the prompt's own tokens
+    # Also return raw log-probs and ranks of the prompt's own tokens, under the weights that sample its first token.
+    prompt_logprobs: bool = False
+    prompt_top_logprobs: int = (
+        0  # and so many of the likeliest tokens in the place of each; needs prompt_logprobs
+    )
     # K > 0: where top_k, top_p or min_p act, also return the at most K tokens that each one was drawn from, which a learner
     # needs to compute the same log-prob; 0 = off. K limits the distribution itself: what is kept beyond is not drawn.
+    # Where they do not act: the tokens that could not be drawn, if there are any (suppressed ids, stop ids before min_tokens).
     record_support: int = 0
     greedy_too: bool = False  # one more completion of each prompt after its n, greedy, with index n
 
@@ -120,6 +125,13 @@ class SamplingParams:
             ("min_p", lambda: number("min_p", lambda p: 0 <= p <= 1), "in [0, 1]; 0 turns it off"),
             ("n", lambda: count("n", 1), "at least 1 (an integer, less than 2**31)"),
             ("top_logprobs", lambda: count("top_logprobs", 0), "0 (off) or a positive count"),
+            (
+                "prompt_top_logprobs",
+                lambda: (
+                    count("prompt_top_logprobs", 0) and (self.prompt_logprobs or not self.prompt_top_logprobs)
+                ),
+                "0 (off) or a positive count, with prompt_logprobs=True",
+            ),
             ("record_support", lambda: count("record_support", 0), "0 (off) or a positive count"),
             (
                 "min_tokens",
@@ -166,6 +178,15 @@ class SamplingParams:
         return min(self.record_support, self.top_k or vocab_size, vocab_size)
 
 
+class PromptScores(NamedTuple):
+    """What a policy makes of a prompt, read from left to right; entry t is about token t, entry 0 says nothing (zeros)."""
+
+    logprobs: np.ndarray  # f32[P], raw
+    ranks: np.ndarray  # i32[P], tokens that are likelier, and 1
+    top_ids: np.ndarray | None  # i32[P, K], the likeliest tokens in the place of each, best first; on request
+    top_logprobs: np.ndarray | None  # f32[P, K], likewise
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """One sampled answer.
@@ -173,7 +194,7 @@ class Completion:
     `tokens` holds every token that was sampled up to the stop, a stop id and the tokens of a stop string
     included; `text` is cut before the stop string. `logprobs` are natural log-probs under the exact
     distribution drawn from, or raw ones for greedy decoding. With `record_support` this distribution is the softmax of
-    the logits / temperature over `support_ids`, which hold the sampled token.
+    the logits / temperature over `support_ids`, which hold the sampled token or leave out others.
     """
 
     prompt: Prompt
@@ -188,12 +209,27 @@ class Completion:
         None  # i32[N, K], on request: the likeliest tokens in the place of each, best first
     )
     top_logprobs: np.ndarray | None = None  # f32[N, K], likewise
-    prompt_logprobs: np.ndarray | None = None  # f32[P], on request: raw; 0 for the first token
-    # i32[N, K], with record_support under truncation: the tokens that each was drawn from, best first, then -1
+    prompt_logprobs: np.ndarray | None = (
+        None  # f32[P], on request: see `PromptScores`; None of a row that never ran
+    )
+    prompt_ranks: np.ndarray | None = None  # i32[P], likewise
+    prompt_top_ids: np.ndarray | None = None  # i32[P, K], likewise
+    prompt_top_logprobs: np.ndarray | None = None  # f32[P, K], likewise
+    # i32[N, K], with record_support: the tokens that each was drawn from, best first, then -1, or what was left out of the
+    # vocabulary, as codes of `ops.support`; None where every token was drawn from all of it
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[N], likewise: truncation had kept more than K
     text: str | None = None  # None without a tokenizer
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
+
+    @property
+    def prompt_scores(self) -> PromptScores | None:
+        """The fields about the prompt, if they were asked for."""
+        if self.prompt_logprobs is None or self.prompt_ranks is None:
+            return None
+        return PromptScores(
+            self.prompt_logprobs, self.prompt_ranks, self.prompt_top_ids, self.prompt_top_logprobs
+        )
 
 
 @dataclasses.dataclass
@@ -207,6 +243,7 @@ class SamplerStats:
     prefix_hits: int = 0  # completions whose prompt was already in the pages
     dispatches: int = 0
     decode_steps: int = 0
+    slot_steps: int = 0  # slots x decode steps
     decoded_tokens: int = 0  # sampled by live rows, also past a stop string
     preemptions: int = 0
     resumptions: int = 0
@@ -225,7 +262,7 @@ class SamplerStats:
     @property
     def occupancy(self) -> float:
         """Live rows / (slots x decode steps)."""
-        return self.decoded_tokens / max(1, self.slots * self.decode_steps)
+        return self.decoded_tokens / max(1, self.slot_steps)
 
     @property
     def tokens_per_second(self) -> float:

@@ -38,6 +38,7 @@ __all__ = [
     "Dispatch",
     "ResultTokens",
     "SamplingWeights",
+    "TargetScores",
     "collect",
     "duplicate_pages",
     "forbidden_tokens",
@@ -104,6 +105,15 @@ class ResultTokens:
     support_cut: Any = None  # bool[steps, slots] or None
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
+
+
+class TargetScores(NamedTuple):
+    """What the policy makes of given tokens; arrays of the device or of the host."""
+
+    logprobs: Any  # f32[R, C], raw
+    ranks: Any  # i32[R, C], tokens that are likelier, and 1
+    top_ids: Any  # i32[R, C, K], the likeliest tokens in their places, best first
+    top_logprobs: Any  # f32[R, C, K]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -222,7 +232,7 @@ def forbidden_tokens(suppressed: Array, stop: Array, position: Array, floor: Arr
     return suppressed | (stop & (position + 1 < floor)[:, None])
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("config", "top"), donate_argnames="cache")
 def prefill(
     weights: SamplingWeights,
     config: ModelConfig,
@@ -232,7 +242,8 @@ def prefill(
     lengths,
     table,
     targets=None,
-) -> tuple[PagedCache | RaggedCache, Array | None]:
+    top: int = 0,
+) -> tuple[PagedCache | RaggedCache, TargetScores | None]:
     """Computes one chunk of several prompts and writes its keys and values to their pages.
 
     Args:
@@ -240,10 +251,11 @@ def prefill(
       starts: i32[R], multiples of the page size; the pages before must hold the earlier tokens.
       lengths: i32[R], valid tokens in each row, 0 for an unused row.
       table: i32[R, W], pages of each prompt.
-      targets: i32[R, C], the token after each, to get log-probs of; None: of none, which spares the head.
+      targets: i32[R, C], the token after each, to be scored; None: none is, which spares the head.
+      top: static; also list the so many likeliest tokens in the place of each target.
 
     Returns:
-      The cache, and the raw log-probs of the targets, f32[R, C] or None.
+      The cache, and the scores of the targets, or None.
     """
     C = tokens.shape[1]
     positions = starts[:, None] + jnp.arange(C)
@@ -255,7 +267,16 @@ def prefill(
     def score(row):  # one prompt's logits at a time
         x, target = row
         logp = jax.nn.log_softmax(next_logits(weights, config, x), axis=-1)
-        return jnp.take_along_axis(logp, target[:, None], axis=1)[:, 0].astype(jnp.float32)
+        own = jnp.take_along_axis(logp, target[:, None], axis=1)
+        listed, ids = (
+            jax.lax.top_k(logp, top) if top else (logp[:, :0], jnp.zeros((logp.shape[0], 0), jnp.int32))
+        )
+        return TargetScores(
+            own[:, 0].astype(jnp.float32),
+            1 + jnp.sum(logp > own, axis=1, dtype=jnp.int32),
+            ids.astype(jnp.int32),
+            listed.astype(jnp.float32),
+        )
 
     return cache, jax.lax.map(score, (x, targets))
 

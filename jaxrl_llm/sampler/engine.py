@@ -25,15 +25,24 @@ from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import AttentionPath, attention_path
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
+from jaxrl_llm.sampler.base import (
+    Completion,
+    PromptScores,
+    SamplerStats,
+    SamplingParams,
+    as_prompts,
+    is_integer,
+)
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
 from jaxrl_llm.sampler.rules import Rule, RuleTable
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
-from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler
+from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
-__all__ = ["Carried", "Engine", "Event"]
+__all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
+
+Pages = Literal["keep", "recompute"]
 
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -46,6 +55,7 @@ class Event(NamedTuple):
     logprobs: list[float]  # of them
     top_ids: list[np.ndarray] | None  # i32[K] each, when asked for
     top_logprobs: list[np.ndarray] | None  # f32[K] each
+    prompt_scores: PromptScores | None  # in the first event of a request that asked for them
     completion: Completion | None  # of the whole request, when it has ended
 
 
@@ -55,6 +65,17 @@ class Carried(NamedTuple):
     so_far: Completion  # its `stop` says nothing
     begun: bool  # it has been in a slot, so that it comes before those that have not
     priority: int
+
+
+class Staged(NamedTuple):
+    """Weights that are where an engine computes, and not served yet."""
+
+    weights: decode.SamplingWeights
+    version: int
+    fingerprint: str
+    prefill_weights: decode.SamplingWeights | None  # on `prefill_on`
+    state: decode.DecodeState | None  # of an engine that has served none before
+    prefill_cache: Any  # likewise
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,6 +96,7 @@ class _Request:
     support_cut: list[bool] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     kv_versions: list[int] = dataclasses.field(default_factory=list)
+    prompt_scores: PromptScores | None = None  # from its first start on, if asked for
     kv_version: int = 0  # oldest weights that computed K/V in its pages
     started: float | None = None  # seconds on the engine's clock
     first: float | None = None
@@ -216,7 +238,7 @@ class Engine:
         params: Any,
         *,
         version: int = 0,
-        pages: Literal["keep", "recompute"] = "keep",
+        pages: Pages = "keep",
         expect: str | None = None,
     ) -> str:
         """Serves other weights from the next dispatch on; the first call loads them.
@@ -231,7 +253,18 @@ class Engine:
 
         Returns:
           The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
+
+        Raises:
+          InputError: another model's tree, or another fingerprint than `expect`; the old weights stay.
         """
+        weights, print_ = self.accept(params, version=version, pages=pages, expect=expect)
+        self.commit(self.stage(weights, version=version, fingerprint=print_), pages=pages)
+        return print_
+
+    def accept(
+        self, params: Any, *, version: int, pages: Pages, expect: str | None
+    ) -> tuple[decode.SamplingWeights, str]:
+        """What `swap` would serve and its fingerprint; changes nothing, and raises what `swap` raises."""
         if pages not in ("keep", "recompute"):
             raise InputError(f'sampler: pages must be "keep" or "recompute", got {pages!r}.')
         prepared = isinstance(params, decode.SamplingWeights)
@@ -244,32 +277,42 @@ class Engine:
                 "damaged or mixed up on the way. The weights served so far stay; send them again."
             )
         weights = params if prepared else decode.prepare_for_sampling(params, self.config, self._precision[0])
-        self._use(weights, version, pages)
-        self.fingerprint = print_ or None
-        return print_
+        return weights, print_
 
-    def _use(self, weights: decode.SamplingWeights, version: int, pages: str) -> None:
+    def stage(self, weights: decode.SamplingWeights, *, version: int, fingerprint: str) -> Staged:
+        """Brings accepted weights to where the engine computes; what it serves is not changed.
+
+        Raises:
+          RuntimeError: a step has begun and not finished.
+        """
         if self._pending is not None:
             raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
-        first = self._weights is None
-        self._weights, self.version = self._put(weights) if self._device else weights, version
-        if self._prefill_on is not None:
-            self._prefill_weights = jax.device_put(weights, self._prefill_on)
-        if first:
-            self._state = decode.init_state(
+        here = self._put(weights) if self._device else weights
+        there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
+        state = prefill_cache = None
+        if self._weights is None:
+            state = decode.init_state(
                 self.config,
                 self.stats.slots,
                 self.stats.pages,
                 self._page_size,
                 self._width,
                 kv=self._precision[1],
-                path=attention_of(self.config, self._weights, self._mesh, self._precision[1]).name,
+                path=attention_of(self.config, here, self._mesh, self._precision[1]).name,
             )
-            home = _home(self._weights, self._mesh)
+            home = _home(here, self._mesh)
             if home is not None:
-                self._state = dataclasses.replace(self._state, cache=jax.device_put(self._state.cache, home))
+                state = dataclasses.replace(state, cache=jax.device_put(state.cache, home))
             if self._prefill_on is not None:
-                self._prefill_cache = jax.device_put(self._state.cache, self._prefill_on)
+                prefill_cache = jax.device_put(state.cache, self._prefill_on)
+        return Staged(here, version, fingerprint, there, state, prefill_cache)
+
+    def commit(self, staged: Staged, *, pages: Pages) -> None:
+        """Serves staged weights from the next dispatch on; nothing can be refused any more."""
+        self._weights, self._prefill_weights = staged.weights, staged.prefill_weights
+        self.version, self.fingerprint = staged.version, staged.fingerprint or None
+        if staged.state is not None:
+            self._state, self._prefill_cache = staged.state, staged.prefill_cache
             return
         self.stats.swaps += 1
         if pages == "recompute":
@@ -283,11 +326,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def submit(self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0) -> list[int]:
+    def submit(
+        self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0, session: str | None = None
+    ) -> list[int]:
         """Queues the completions of a prompt (`sampling.per_prompt`); one id each.
 
         Args:
           priority: higher ones are placed first.
+          session: name of a conversation; `Replicas` keep it in one place, which it is in here anyway.
 
         Raises:
           InputError: parameters that do not fit the model, or a prompt that can never run; nothing is queued.
@@ -312,7 +358,7 @@ class Engine:
             row = Row(
                 id=self._next_id,
                 prompt_tokens=tokens,
-                prefix=self._scheduler.prefix(tokens, sampling.prompt_logprobs),
+                prefix=self._scheduler.prefix(tokens, sampling.prompt_logprobs, sampling.prompt_top_logprobs),
                 limit=min(len(tokens) + sampling.max_tokens, self.max_context),
                 key=row_key(sampling.seed, prompt.uid, index),
                 priority=priority,
@@ -530,6 +576,7 @@ class Engine:
         stats.decode_seconds += time.perf_counter() - began
         stats.dispatches += 1
         stats.decode_steps += result.steps
+        stats.slot_steps += result.steps * stats.slots
         stats.decoded_tokens += int(result.valid.sum())
         events = []
         for row in sorted(running, key=lambda row: row.id):
@@ -585,31 +632,33 @@ class Engine:
         tokens, targets = np.zeros((R, C), np.int32), np.zeros((R, C), np.int32)
         starts, lengths = np.zeros(R, np.int32), np.zeros(R, np.int32)
         table = np.full((R, self._width), NOBODY, np.int32)
-        scored = False
+        scored, wanted = False, 0
         for r, (sequence, done, pages, owner) in enumerate(jobs):
             piece = sequence[done : done + C]
             tokens[r, : len(piece)] = piece
             starts[r], lengths[r] = done, len(piece)
             table[r, : len(pages)] = pages
             if not isinstance(owner, Row) and owner.scored:
-                scored = True
+                scored, wanted = True, max(wanted, owner.top)
                 following = owner.following[done : done + C]
                 targets[r, : len(following)] = following
         self.stats.prefilled_tokens += int(lengths.sum())
         arguments = (tokens, starts, lengths, table, targets if scored else None)
+        top = self._listed(wanted)
         if self._prefill_on is None:
-            cache, logprobs = decode.prefill(
-                self._weights, self.config, self._state.cache, *self._put(arguments)
+            cache, scores = decode.prefill(
+                self._weights, self.config, self._state.cache, *self._put(arguments), top=top
             )
             self._state = dataclasses.replace(self._state, cache=cache)
         else:
-            self._prefill_cache, logprobs = decode.prefill(
+            self._prefill_cache, scores = decode.prefill(
                 self._prefill_weights,
                 self.config,
                 self._prefill_cache,
                 *jax.device_put(arguments, self._prefill_on),
+                top=top,
             )
-        found = None if logprobs is None else jax.device_get(logprobs)
+        found = None if scores is None else jax.device_get(scores)
         for r, (_, done, pages, owner) in enumerate(jobs):
             S = self._page_size
             if self._prefill_on is not None:
@@ -618,7 +667,7 @@ class Engine:
                 owner.refill = int(starts[r] + lengths[r])
             else:
                 if found is not None and owner.scored:
-                    owner.logprobs.append(found[r, : lengths[r]])
+                    owner.scores.append(decode.TargetScores(*(x[r, : lengths[r]] for x in found)))
                 self._scheduler.filled(owner, int(lengths[r]))
 
     def _start(self) -> int:
@@ -637,6 +686,8 @@ class Engine:
             if not loaded:
                 request.kv_version = self.version
             row.saved = None
+            if request.sampling.prompt_logprobs and request.prompt_scores is None:
+                request.prompt_scores = _prompt_scores(row.prefix)
             copy = self._scheduler.start(row)
             if copy is not None:
                 copies.append(copy)
@@ -728,10 +779,14 @@ class Engine:
             truncate=any(s.truncated_support for s in samplings),
             raw=any(s.raw_logprobs for s in samplings),
             support=max(s.support_width(self.config.vocab_size) for s in samplings),
-            top=min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size),
+            top=self._listed(wanted),
             device=self._device,
         )
         return running, dispatch, began
+
+    def _listed(self, wanted: int) -> int:
+        """Length of the lists of likeliest tokens that a program makes: one of a few, so that few are compiled."""
+        return min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size)
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
@@ -787,6 +842,7 @@ class Engine:
             logprobs=request.logprobs[before:],
             top_ids=request.top_ids[before:] if listed else None,
             top_logprobs=request.top_logprobs[before:] if listed else None,
+            prompt_scores=None if before else request.prompt_scores,
             completion=None if reason is None else self._end(row, reason),
         )
 
@@ -820,12 +876,10 @@ class Engine:
         ended = request.ended or self._clock()
         started = ended if request.started is None else request.started
         first = ended if request.first is None else request.first
-        prompt_logprobs = None
-        if sampling.prompt_logprobs and row.prefix.logprobs:
-            scored = np.concatenate([np.zeros(1, np.float32), *row.prefix.logprobs])
-            prompt_logprobs = scored if len(scored) == len(row.prompt_tokens) else None
-        elif sampling.prompt_logprobs and len(row.prompt_tokens) == 1:
-            prompt_logprobs = np.zeros(1, np.float32)
+        support = np.array(request.support_ids, np.int32).reshape(N, width) if width else None
+        if sampling.record_support and not width and not request.greedy:
+            support = self._rules.left_out(sampling, N)
+        scores = request.prompt_scores
         return Completion(
             prompt=request.prompt,
             index=request.index,
@@ -837,9 +891,12 @@ class Engine:
             raw_logprobs=np.array(request.raw_logprobs, np.float32) if sampling.raw_logprobs else None,
             top_ids=np.array(request.top_ids, np.int32).reshape(N, K) if K else None,
             top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
-            support_ids=np.array(request.support_ids, np.int32).reshape(N, width) if width else None,
+            support_ids=support,
             support_cut=np.array(request.support_cut, bool) if width else None,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=None if scores is None else scores.logprobs,
+            prompt_ranks=None if scores is None else scores.ranks,
+            prompt_top_ids=None if scores is None else scores.top_ids,
+            prompt_top_logprobs=None if scores is None else scores.top_logprobs,
             text=text,
             timings={
                 "queued": started - request.arrived,
@@ -847,6 +904,22 @@ class Engine:
                 "sampled": ended - started,
             },
         )
+
+
+def _prompt_scores(prefix: Prefix) -> PromptScores:
+    """The scores of a prompt whose prefix is complete."""
+    P, K = len(prefix.tokens) + 1, prefix.top
+    logprobs, ranks = np.zeros(P, np.float32), np.zeros(P, np.int32)
+    top_ids, top_logprobs = np.zeros((P, K), np.int32), np.zeros((P, K), np.float32)
+    done = 1  # nothing comes before the first token
+    for chunk in prefix.scores:
+        after = done + len(chunk.logprobs)
+        logprobs[done:after], ranks[done:after] = chunk.logprobs, chunk.ranks
+        top_ids[done:after], top_logprobs[done:after] = chunk.top_ids[:, :K], chunk.top_logprobs[:, :K]
+        done = after
+    if done != P:
+        raise RuntimeError(f"sampler: {done} of the {P} tokens of a prompt have been scored.")
+    return PromptScores(logprobs, ranks, top_ids if K else None, top_logprobs if K else None)
 
 
 def _row_sampling(request: _Request, vocab_size: int) -> RowSampling:

@@ -230,6 +230,22 @@ def pack_heads(cache: RaggedCache, k: Array, v: Array) -> Array:
 # ---------------------------------------------------------------------------------------- attention
 
 
+def _page_of_rows(store: Array, layer: Array, page: Array) -> Array:
+    """store[layer, page], [B, N, S, ...]: one page of each row, page i32[B]."""
+
+    def gather(store, layer, page):
+        return store[layer, page]
+
+    def whole_pages(store, layer, page):
+        # XLA:CPU copies element by element where a gather has more than one window dimension, and computes a gather
+        # again in every product that it fuses it into. (A TPU would change the tiling of the whole cache for this.)
+        L, P, *window = store.shape
+        found = jnp.take(store.reshape(L * P, -1), layer * P + page, axis=0, mode="clip")
+        return jax.lax.optimization_barrier(found).reshape(page.shape[0], *window)
+
+    return jax.lax.platform_dependent(store, layer, page, cpu=whole_pages, default=gather)
+
+
 def _visit_pages(
     cache: PagedCache, layer: Array, table: Array, lengths: Array, blocks: Array, q: Array, carry
 ) -> tuple[Array, Array, Array]:
@@ -248,10 +264,10 @@ def _visit_pages(
     def body(j, carry):
         high, mass, mixed = carry
         page = jax.lax.dynamic_index_in_dim(table, j, axis=1, keepdims=False)
-        k, v = cache.k[layer, page].astype(q.dtype), cache.v[layer, page].astype(q.dtype)  # [B, N, S, K]
+        k, v = (_page_of_rows(x, layer, page).astype(q.dtype) for x in (cache.k, cache.v))  # [B, N, S, K]
         scores = jnp.einsum("bnqk,bnsk->bnqs", q, k, preferred_element_type=wide)
         if cache.k_scale is not None:
-            scores = scores * cache.k_scale[layer, page][:, :, None].astype(wide)
+            scores = scores * _page_of_rows(cache.k_scale, layer, page)[:, :, None].astype(wide)
         visible = j * S + jnp.arange(S) < lengths[:, None]
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_high = jnp.maximum(high, jnp.max(scores, axis=-1))
@@ -259,7 +275,7 @@ def _visit_pages(
         weights = jnp.exp(scores - new_high[..., None])
         mass = mass * rescale + jnp.sum(weights, axis=-1)
         if cache.v_scale is not None:
-            weights = weights * cache.v_scale[layer, page][:, :, None].astype(wide)
+            weights = weights * _page_of_rows(cache.v_scale, layer, page)[:, :, None].astype(wide)
         mixed = mixed * rescale[..., None] + jnp.einsum(
             "bnqs,bnsk->bnqk", weights.astype(v.dtype), v, preferred_element_type=wide
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
-from jaxrl_llm.sampler.engine import Engine, Event
+from jaxrl_llm.sampler.engine import Engine, Event, Pages
 from jaxrl_llm.sampler.prefix_cache import page_names
 from jaxrl_llm.types import Prompt
 
@@ -134,16 +134,16 @@ class Replicas:
         params: Any,
         *,
         version: int = 0,
-        pages: Literal["keep", "recompute"] = "keep",
+        pages: Pages = "keep",
         expect: str | None = None,
     ) -> str:
-        """`Engine.swap` of every replica; no replica serves the new weights if one refuses them."""
-        prints = {
-            engine.swap(params, version=version, pages=pages, expect=expect) for engine in self._engines
-        }
-        if len(prints) != 1:
-            raise RuntimeError(f"sampler: replicas report different weights: {sorted(prints)}.")
-        return prints.pop()
+        """`Engine.swap` of every replica. All of them serve the new weights, or, when anything is raised, none."""
+        weights, print_ = self._engines[0].accept(params, version=version, pages=pages, expect=expect)
+        staged = [engine.stage(weights, version=version, fingerprint=print_) for engine in self._engines]
+        jax.block_until_ready(staged)  # a device that lacks the memory says so before any of them has changed
+        for engine, new in zip(self._engines, staged, strict=True):
+            engine.commit(new, pages=pages)
+        return print_
 
     def submit(
         self, prompt: Prompt | Any, sampling: SamplingParams, *, priority: int = 0, session: str | None = None

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.ops.support import NOTHING, left_out
 from jaxrl_llm.sampler.base import SamplingParams
 from jaxrl_llm.sampler.stopping import StopStrings, bytes_of_tokens
 
@@ -62,10 +63,11 @@ class RuleTable:
             raise InputError(
                 f"sampler: stop_ids, suppress_ids and logit_bias must be in [0, {V}), got {outside}."
             )
-        if sampling.top_logprobs > V:
-            raise InputError(
-                f"sampler: top_logprobs={sampling.top_logprobs} is more than the {V} tokens of the vocabulary."
-            )
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            if getattr(sampling, name) > V:
+                raise InputError(
+                    f"sampler: {name}={getattr(sampling, name)} is more than the {V} tokens of the vocabulary."
+                )
         if sampling.stop and self._tokenizer is None:
             raise InputError(
                 "sampler: stop strings need a tokenizer; pass tokenizer= to Sampler, or use stop_ids."
@@ -115,6 +117,24 @@ class RuleTable:
             tables = Tables(stop, halt, suppressed if suppress else None, bias if biased else None)
             self._arrays[suppress, biased] = jax.tree.map(put, tables)
         return self._arrays[suppress, biased]
+
+    def left_out(self, sampling: SamplingParams, tokens: int) -> np.ndarray | None:
+        """i32[tokens, K]: what could not be sampled in the place of each token, as codes of `ops.support`.
+
+        None where nothing was left out.
+        """
+        suppressed = np.flatnonzero(self._suppressed(sampling))
+        always = left_out(suppressed.tolist(), self._V)
+        early = always  # below min_tokens
+        if sampling.min_tokens:
+            early = left_out({*suppressed.tolist(), *self._stop_ids(sampling)}, self._V)
+        width = max(len(early), len(always))
+        if not width:
+            return None
+        codes = np.full((tokens, width), NOTHING, np.int32)
+        codes[: sampling.min_tokens, : len(early)] = early
+        codes[sampling.min_tokens :, : len(always)] = always
+        return codes
 
     # ------------------------------------------------------------------------------------- internals
 

@@ -10,7 +10,9 @@ requests, on the sampled tokens and on when requests come, never on time.
 - A row is placed when a slot is free and the pages for its next dispatch are; it runs once its prefix is filled,
   which can take several turns of the engine while other rows decode.
 - Rows wait in the order of priority (higher first) and arrival. Preempted rows come before those that have not
-  started, unless these have a higher priority.
+  started, unless these have a higher priority. A row for which there is no slot or too few pages holds up all that
+  come after it, so that large ones get their turn. One that waits only until another row's prompt is filled, since
+  both begin alike, does not: those after it may start in the slots that it leaves over.
 - When a running row needs a page and none is free, prefixes without a placed row and pages that only the cache
   holds are dropped (prefill is a pure function of the prompt, so computing one again gives the same bits), then
   the placed row that comes last in that order is preempted. The first one therefore always gets on.
@@ -35,16 +37,17 @@ __all__ = ["Plan", "Prefix", "Row", "Scheduler"]
 class Prefix:
     """The prompt of one or several rows, without its last token."""
 
-    key: tuple[bytes, bool]
+    key: tuple[bytes, bool, int]
     tokens: np.ndarray  # i32[P - 1]
     following: np.ndarray | None = None  # i32[P - 1], the token after each, when their log-probs are wanted
+    top: int = 0  # likeliest tokens that are wanted beside each
     names: list[bytes] = dataclasses.field(default_factory=list)  # of its full pages
     pages: list[int] | None = None  # None: not in the cache
     filled: int = 0  # tokens whose K/V are in the pages
     unfinished: int = 0  # rows that still need it
     placed: int = 0
     served: bool = False  # a row has used it
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)  # of the prompt, chunk by chunk
+    scores: list[Any] = dataclasses.field(default_factory=list)  # of `following`, chunk by chunk
 
     @property
     def scored(self) -> bool:
@@ -151,7 +154,7 @@ class Scheduler:
         self._steps = steps
         self._free_slots = list(range(slots - 1, -1, -1))
         self._waiting: list[Row] = []  # by rank
-        self._prefixes: dict[tuple[bytes, bool], Prefix] = {}  # those that rows need
+        self._prefixes: dict[tuple[bytes, bool, int], Prefix] = {}  # those that rows need
         self._resident: list[Prefix] = []  # oldest first
         self._placements = 0
         self.placed: list[Row] = []  # by rank
@@ -176,14 +179,14 @@ class Scheduler:
         """Resident prefixes that are not complete yet, oldest first; a placed row waits for each, or soon will."""
         return [prefix for prefix in self._resident if not prefix.ready]
 
-    def prefix(self, prompt: np.ndarray, scored: bool = False) -> Prefix:
+    def prefix(self, prompt: np.ndarray, scored: bool = False, top: int = 0) -> Prefix:
         """The prefix of a prompt i32[P]; equal prompts share one as long as a row needs it."""
         prompt = np.ascontiguousarray(prompt, np.int32)
         tokens, following = prompt[:-1], prompt[1:] if scored else None
-        key = (prompt if scored else tokens).tobytes(), scored
+        key = (prompt if scored else tokens).tobytes(), scored, top
         if key not in self._prefixes:
             names = page_names(tokens, self._page_size) if self._keep else []
-            self._prefixes[key] = Prefix(key=key, tokens=tokens, following=following, names=names)
+            self._prefixes[key] = Prefix(key=key, tokens=tokens, following=following, top=top, names=names)
         return self._prefixes[key]
 
     def pages_needed(self, prompt_tokens: int, limit: int) -> int:
@@ -210,10 +213,17 @@ class Scheduler:
         for row in list(self.placed):
             if row.slot is not None:  # not preempted for an earlier row
                 self._grow(row, plan)
-        while self._free_slots and self._waiting:
-            if not self._place(self._waiting[0], plan):
+        kept = 0  # slots of rows that can start as soon as what they begin with is filled
+        for row in list(self._waiting):
+            if len(self._free_slots) <= kept:
                 break
-            self._waiting.pop(0)
+            found = self._beginning(row)
+            if found is None:
+                kept += 1
+            elif self._place(row, found, plan):
+                self._waiting.remove(row)
+            else:
+                break
         self._look_ahead(plan)
         self.placed.sort(key=lambda row: row.rank)
         if not self.placed and self.busy and not self.filling:
@@ -299,16 +309,23 @@ class Scheduler:
         row.own += self.allocator.allocate(missing)
         plan.grown.append(row)
 
-    def _place(self, row: Row, plan: Plan) -> bool:
+    def _by_itself(self, row: Row) -> bool:
+        """Whether a row needs no prefix, since its K/V come back whole."""
+        return row.saved is not None and (row.alone or not row.prefix.ready)
+
+    def _beginning(self, row: Row) -> list[int] | None:
+        """Pages that are there already for a prefix that has none; None: the row has to wait, see `_find`."""
+        if row.prefix.pages is not None or self._by_itself(row):
+            return []
+        return self._find(row.prefix)
+
+    def _place(self, row: Row, found: list[int], plan: Plan) -> bool:
+        """Places a row whose prefix can begin with the pages `found`; False: there are too few pages."""
         prefix, S = row.prefix, self._page_size
-        # K/V that come back whole need no prefix.
-        alone = row.saved is not None and (row.alone or not prefix.ready)
+        alone = self._by_itself(row)
         shared = 0 if alone else prefix.shared(S)
         own = max(0, self._total(row) - shared)
         settle = prefix.pages is None and not alone
-        found = self._find(prefix) if settle else []
-        if found is None:
-            return False
         new = pages_for(len(prefix.tokens), S) - len(found) if settle else 0
         self.allocator.retain(found)  # not to be evicted for this very row
         if not alone:
@@ -353,7 +370,7 @@ class Scheduler:
             pages_for(len(prefix.tokens), self._page_size) - len(found)
         )
         prefix.filled = len(found) * self._page_size
-        prefix.logprobs = []
+        prefix.scores = []
         plan.reused += prefix.filled
         self._resident.append(prefix)
 

@@ -90,9 +90,15 @@ class Ask:
     include_usage: bool = False  # a last chunk of the stream with the number of tokens
     logprobs: bool = False
     top: int = 0  # likeliest tokens to show beside each
+    echo: tuple[str, ...] | None = None  # texts of the prompts, to be put in front of the completions
+    prompt_logprobs: int | None = (
+        None  # likeliest tokens to show beside each of the prompt; None: show nothing of it
+    )
+    score_only: bool = False  # the one token that the engine samples is not given
     token_ids: bool = False
     tokens_as_ids: bool = False  # "token_id:5" in place of text in log-probs
     priority: int = 0  # of the engine: higher ones go first
+    session: str | None = None  # name of the conversation that it continues
 
     @property
     def completions(self) -> int:
@@ -144,10 +150,11 @@ def _between(low: int, high: int) -> _Good:
 
 
 _SAMPLED = frozenset(
-    "max_tokens temperature top_p top_k min_p stop stop_token_ids min_tokens seed n logit_bias ignore_eos logprobs".split()
+    "max_tokens temperature top_p top_k min_p stop stop_token_ids min_tokens seed n logit_bias ignore_eos logprobs "
+    "prompt_logprobs".split()
 )
 _COMMON = frozenset(
-    "model stream stream_options return_token_ids return_tokens_as_token_ids priority user".split()
+    "model stream stream_options return_token_ids return_tokens_as_token_ids priority user prompt_cache_key".split()
 )
 _CHAT = frozenset(
     "messages max_completion_tokens top_logprobs tools tool_choice chat_template_kwargs add_generation_prompt "
@@ -156,7 +163,7 @@ _CHAT = frozenset(
 # Sent by clients; nothing that is sampled depends on them.
 _IGNORED = frozenset(
     "store metadata service_tier parallel_tool_calls reasoning_effort verbosity prediction safety_identifier "
-    "prompt_cache_key prompt_cache_retention cache_salt request_id spaces_between_special_tokens detokenize".split()
+    "prompt_cache_retention cache_salt request_id spaces_between_special_tokens detokenize".split()
 )
 # The same, among the sampling parameters of token-in/token-out generation: about text, or about experts.
 _ENGINE = frozenset("skip_special_tokens routed_experts_prompt_start output_kind extra_args".split())
@@ -175,7 +182,6 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "structured_outputs": (),
     "guided_json": (),
@@ -274,20 +280,38 @@ def _bias(fields: _Fields, served: Served) -> tuple[tuple[int, float], ...]:
     return tuple((int(k), float(v)) for k, v in fields.get("logit_bias", good, allowed, {}).items())
 
 
+def _prompt_logprobs(fields: _Fields, limits: Limits, *, stream: bool) -> int | None:
+    allowed = f"a count in [0, {limits.top_logprobs}]: this server lists no more tokens"
+    wanted = fields.get("prompt_logprobs", _between(0, limits.top_logprobs), allowed)
+    if wanted is not None and stream:
+        raise fields.error(
+            "prompt_logprobs",
+            "prompt_logprobs are not streamed; leave stream out, or use echo and logprobs of /v1/completions.",
+        )
+    return wanted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What decides how much is sampled and what is said of the prompt."""
+
+    default: int | None  # tokens when the request says nothing; None: what the context has room for
+    top: int  # likeliest tokens at each sampled one
+    most: str = "max_tokens"  # the field that limits the tokens
+    prompt_top: int | None = None  # likeliest tokens at each of the prompt; None: no log-probs of it
+    may_score: bool = False  # whether no token at all may be asked for
+
+
 def _sampling(
-    fields: _Fields,
-    served: Served,
-    limits: Limits,
-    prompts: Sequence[Sequence[int]],
-    *,
-    default: int | None,
-    top: int,
-    most: str = "max_tokens",
-) -> SamplingParams:
-    """`default` = tokens when the request says nothing, None = what the context has room for; `most` = its name."""
-    most = most if fields.get(most, lambda _: True, "") is not None else "max_tokens"
+    fields: _Fields, served: Served, limits: Limits, prompts: Sequence[Sequence[int]], want: _Wanted
+) -> tuple[SamplingParams, bool]:
+    """Also says whether the prompts are only to be scored. The engine has to sample a token all the same."""
+    most = want.most if fields.get(want.most, lambda _: True, "") is not None else "max_tokens"
     room = served.max_context - min(map(len, prompts))
-    wanted = fields.get(most, _between(1, 2**31 - 1), "a count of at least 1", default or room)
+    least = "at least 0" if want.may_score else "at least 1; 0 goes with echo or prompt_logprobs"
+    wanted = fields.get(
+        most, _between(0 if want.may_score else 1, 2**31 - 1), f"a count of {least}", want.default or room
+    )
     n = fields.get("n", _between(1, 2**31 - 1), "a count of at least 1", 1)
     if n * len(prompts) > limits.completions:
         raise fields.error(
@@ -304,8 +328,8 @@ def _sampling(
     eos = () if fields.flag("ignore_eos") else served.eos_ids
     top_k = fields.get("top_k", _between(-1, 2**31 - 1), "0 or -1 (off), or a positive count", 0)
     try:
-        return SamplingParams(
-            max_tokens=min(wanted, room),
+        sampling = SamplingParams(
+            max_tokens=min(max(wanted, 1), room),
             temperature=fields.get("temperature", _number, "a number", 1.0),
             top_p=fields.get("top_p", _number, "a number", 1.0),
             top_k=max(top_k, 0),
@@ -318,7 +342,9 @@ def _sampling(
             seed=fields.get(
                 "seed", _between(-(2**63), 2**63 - 1), "an integer of 64 bits", secrets.randbits(63)
             ),
-            top_logprobs=min(top, served.vocab_size),
+            top_logprobs=min(want.top, served.vocab_size),
+            prompt_logprobs=want.prompt_top is not None,
+            prompt_top_logprobs=min(want.prompt_top or 0, served.vocab_size),
             logit_bias=_bias(fields, served),
         )
     except InputError as error:
@@ -326,6 +352,7 @@ def _sampling(
         name = {"max_tokens": most, "stop_ids": "stop_token_ids"}.get(found[1], found[1]) if found else ""
         message = re.sub(r"^SamplingParams: \w+", name, str(error)) if found else str(error)
         raise fields.error(name, message) from None
+    return sampling, wanted == 0
 
 
 def _options(fields: _Fields) -> dict[str, Any]:
@@ -343,7 +370,13 @@ def _options(fields: _Fields) -> dict[str, Any]:
         "token_ids": fields.flag("return_token_ids"),
         "tokens_as_ids": fields.flag("return_tokens_as_token_ids"),
         "priority": _priority(fields),
+        "session": _session(fields),
     }
+
+
+def _session(fields: _Fields) -> str | None:
+    # OpenAI's field for requests that begin alike; the turns of a conversation have the same one.
+    return fields.get("prompt_cache_key", _text, "a text")
 
 
 def _priority(fields: _Fields) -> int:
@@ -391,7 +424,7 @@ def parse_completion(body: Any, served: Served, limits: Limits) -> Ask:
     Raises:
       ApiError: says which field is wrong and what is allowed.
     """
-    fields = _Fields(body, _SAMPLED | _COMMON | {"prompt"}, off={**_OFF, **_SKIP})
+    fields = _Fields(body, _SAMPLED | _COMMON | {"prompt", "echo"}, off={**_OFF, **_SKIP})
     _check_model(fields, served)
     options = _options(fields)
 
@@ -411,8 +444,27 @@ def parse_completion(body: Any, served: Served, limits: Limits) -> Ask:
     prompts = tuple(_tokens(p, served) for p in (given if many else [given]))
     _check_prompts("prompt", prompts, served)
     top = fields.get("logprobs", _between(0, limits.top_logprobs), f"a count in [0, {limits.top_logprobs}]")
-    sampling = _sampling(fields, served, limits, prompts, default=16, top=top or 0)
-    return Ask(prompts=prompts, sampling=sampling, logprobs=top is not None, top=top or 0, **options)
+    echo = fields.flag("echo")
+    of_prompt = _prompt_logprobs(fields, limits, stream=options["stream"])
+    shown = [count for count in (of_prompt, top if echo else None) if count is not None]
+    want = _Wanted(
+        default=16, top=top or 0, prompt_top=max(shown, default=None), may_score=echo or of_prompt is not None
+    )
+    sampling, score_only = _sampling(fields, served, limits, prompts, want)
+    texts = None
+    if echo:
+        asked = given if many else [given]
+        texts = tuple(p if isinstance(p, str) else served.tokenizer.decode(p) for p in asked)
+    return Ask(
+        prompts=prompts,
+        sampling=sampling,
+        logprobs=top is not None,
+        top=top or 0,
+        echo=texts,
+        prompt_logprobs=of_prompt,
+        score_only=score_only,
+        **options,
+    )
 
 
 def _tokens(prompt: str | list[int], served: Served) -> list[int]:
@@ -441,10 +493,24 @@ def parse_chat(body: Any, served: Served, limits: Limits) -> Ask:
         raise fields.error("top_logprobs", "top_logprobs needs logprobs to be true.")
     prompt = _conversation(fields, served)
     _check_prompts("messages", [prompt], served)
-    sampling = _sampling(
-        fields, served, limits, [prompt], default=None, top=top, most="max_completion_tokens"
+    of_prompt = _prompt_logprobs(fields, limits, stream=options["stream"])
+    want = _Wanted(
+        default=None,
+        top=top,
+        most="max_completion_tokens",
+        prompt_top=of_prompt,
+        may_score=of_prompt is not None,
     )
-    return Ask(prompts=(prompt,), sampling=sampling, logprobs=logprobs, top=top, **options)
+    sampling, score_only = _sampling(fields, served, limits, [prompt], want)
+    return Ask(
+        prompts=(prompt,),
+        sampling=sampling,
+        logprobs=logprobs,
+        top=top,
+        prompt_logprobs=of_prompt,
+        score_only=score_only,
+        **options,
+    )
 
 
 _TEMPLATE_ARGUMENTS = frozenset(
@@ -532,6 +598,7 @@ def parse_generate(body: Any, served: Served, limits: Limits) -> Ask:
       ApiError: says which field is wrong and what is allowed.
     """
     top_level = {"model", "token_ids", "sampling_params", "priority", "stream", "return_token_ids"}
+    top_level |= {"prompt_cache_key"}
     fields = _Fields(body, top_level, off={"features": (), "content_parts": (), "kv_transfer_params": ()})
     _check_model(fields, served)
     if fields.flag("stream"):
@@ -544,13 +611,18 @@ def parse_generate(body: Any, served: Served, limits: Limits) -> Ask:
     top = sampled.get("logprobs", _between(0, limits.top_logprobs), f"a count in [0, {limits.top_logprobs}]")
     # The sampled token itself is always told; `logprobs: 1` asks for nothing beside it.
     beside = top if top is not None and top > 1 else 0
-    sampling = _sampling(sampled, served, limits, [prompt], default=None, top=beside)
+    of_prompt = _prompt_logprobs(sampled, limits, stream=False)
+    want = _Wanted(default=None, top=beside, prompt_top=of_prompt, may_score=of_prompt is not None)
+    sampling, score_only = _sampling(sampled, served, limits, [prompt], want)
     return Ask(
         prompts=(prompt,),
         sampling=sampling,
         logprobs=top is not None,
         top=beside,
+        prompt_logprobs=of_prompt,
+        score_only=score_only,
         token_ids=fields.flag("return_token_ids"),
         tokens_as_ids=True,
         priority=_priority(fields),
+        session=_session(fields),
     )

@@ -2,7 +2,7 @@
 
 Log-probs are the sampler's: natural, under the exact distribution that the token was drawn from (raw for greedy
 decoding), one for every sampled token. The tokens of a stop string and the stop id are among them, while the text is
-cut before the stop string and shows no special token.
+cut before the stop string and shows no special token. Those of a prompt are raw: of the model at temperature 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.sampler.base import Completion
+from jaxrl_llm.sampler.base import Completion, PromptScores
 from jaxrl_llm.serve.protocol import Ask
 from jaxrl_llm.serve.text import Deltas
 from jaxrl_llm.serve.worker import Part
 from jaxrl_llm.tokens.stream import TextStream
 from jaxrl_llm.tokens.tokenizer import Tokenizer
+from jaxrl_llm.types import StopReason
 
-__all__ = ["Answer", "DONE", "Stream", "chat", "completion", "encode", "generate", "sse"]
+__all__ = ["Answer", "DONE", "Stream", "chat", "completion", "encode", "generate", "sse", "without_sample"]
 
 DONE = b"data: [DONE]\n\n"
 _REASONS = {"eos": "stop", "stop_string": "stop", "length": "length", "cancelled": "abort"}
@@ -78,6 +79,19 @@ def finish_reason(completion: Completion) -> str:
     return _REASONS[str(completion.stop.value)]
 
 
+def without_sample(part: Part) -> Part:
+    """The last part of a completion whose prompt was only to be scored. Its versions still say who did it."""
+    if part.completion is None:
+        raise RuntimeError("serve: a completion of one token ends with it.")
+    none: dict[str, Any] = {"tokens": part.tokens[:0], "logprobs": part.logprobs[:0], "top_ids": None}
+    none["top_logprobs"] = None
+    stop = part.completion.stop
+    done = dataclasses.replace(
+        part.completion, **none, text="", stop=stop if stop is StopReason.CANCELLED else StopReason.LENGTH
+    )
+    return dataclasses.replace(part, **none, completion=done)
+
+
 # ------------------------------------------------------------------------------------ log-probs
 
 
@@ -93,6 +107,30 @@ def _beside(part: Part | Completion, t: int, top: int) -> list[tuple[int, float]
         return []
     pairs = zip(part.top_ids[t][:top], part.top_logprobs[t][:top], strict=True)
     return [(int(i), float(p)) for i, p in pairs if math.isfinite(p)]  # a suppressed token has none
+
+
+def _beside_prompt(scores: PromptScores, top: int) -> list[list[tuple[int, float]]]:
+    """(id, log-prob) of the likeliest tokens in the place of each token of a prompt."""
+    if not top or scores.top_ids is None or scores.top_logprobs is None:
+        return [[] for _ in scores.logprobs]
+    return [
+        [(int(i), float(p)) for i, p in zip(ids[:top], logprobs[:top], strict=True)]
+        for ids, logprobs in zip(scores.top_ids, scores.top_logprobs, strict=True)
+    ]
+
+
+def prompt_entries(tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptScores, top: int) -> list[Any]:
+    """{token id: {logprob, rank, decoded_token}} of each token of a prompt, itself first; None of the first token."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": _name(tokenizer, token, False)}
+
+    entries: list[dict[str, Any] | None] = []
+    for t, pairs in enumerate(_beside_prompt(scores, top)):
+        own = {str(prompt[t]): entry(prompt[t], float(scores.logprobs[t]), int(scores.ranks[t]))}
+        best = {str(i): entry(i, p, rank) for rank, (i, p) in enumerate(pairs, 1) if i != prompt[t]}
+        entries.append(own | best)
+    return [None, *entries[1:]]
 
 
 def content(tokenizer: Tokenizer, part: Part | Completion, ask: Ask) -> list[dict[str, Any]]:
@@ -130,6 +168,33 @@ class _Lists:
         self._text = TextStream(tokenizer)
         self._offset = 0
 
+    def prompt(self, tokens: Sequence[int], text: str, scores: PromptScores | None) -> dict[str, Any]:
+        """The lists of a prompt whose text is shown; what is pushed later comes after it.
+
+        Args:
+          scores: None: there are none, since the completion was aborted before it began.
+        """
+        names = [_bytes_name(self._tokenizer, token, self._ask.tokens_as_ids) for token in tokens]
+        stream, offsets, at = TextStream(self._tokenizer), [], 0
+        for token in tokens:
+            offsets.append(min(at, len(text)))  # a prompt's text may leave out what its tokens spell
+            at += len(stream.push(token))
+        self._offset = len(text)
+        own: list[float | None] = [None] * len(tokens)
+        tops: list[dict[str, float] | None] = [None] * len(tokens)
+        if scores is not None:
+            beside = _beside_prompt(scores, self._ask.top)
+            for t in range(1, len(tokens)):
+                own[t] = logprob = float(scores.logprobs[t])
+                pairs = {_bytes_name(self._tokenizer, i, self._ask.tokens_as_ids): p for i, p in beside[t]}
+                tops[t] = {names[t]: logprob} | pairs
+        return {
+            "tokens": names,
+            "token_logprobs": own,
+            "top_logprobs": tops if self._ask.top else None,
+            "text_offset": offsets,
+        }
+
     def push(self, part: Part | Completion) -> dict[str, Any]:
         as_ids = self._ask.tokens_as_ids
         names, offsets, tops = [], [], []
@@ -165,6 +230,18 @@ def _prompt_ids(answer: Answer) -> dict[str, Any]:
     return {"prompt_token_ids": answer.ask.prompts[0]} if answer.ask.token_ids else {}
 
 
+def _of_prompt(answer: Answer, number: int, done: Completion) -> dict[str, Any]:
+    """The log-probs of a prompt, if they were asked for."""
+    ask = answer.ask
+    if ask.prompt_logprobs is None:
+        return {}
+    scores = done.prompt_scores
+    if scores is None:  # it was aborted before it began
+        return {"prompt_logprobs": None}
+    entries = prompt_entries(answer.tokenizer, ask.prompts[number], scores, ask.prompt_logprobs)
+    return {"prompt_logprobs": entries}
+
+
 def chat(answer: Answer, completions: Sequence[Completion], version: int) -> dict[str, Any]:
     """The body of a chat completion."""
     ask, tokenizer = answer.ask, answer.tokenizer
@@ -184,7 +261,25 @@ def chat(answer: Answer, completions: Sequence[Completion], version: int) -> dic
         "choices": choices,
         "usage": answer.usage(_total(completions)),
         **_prompt_ids(answer),
+        **_of_prompt(answer, 0, completions[0]),
     }
+
+
+def _joined(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if after[name] is None else before[name] + after[name] for name in after}
+
+
+def _of_completion(
+    lists: _Lists, ask: Ask, index: int, row: Part | Completion, begins: bool
+) -> dict[str, Any] | None:
+    """The log-probs of a completion or of a part of it, with those of a prompt whose text is shown when it `begins`."""
+    if not ask.logprobs:
+        return None
+    if not begins or ask.echo is None:
+        return lists.push(row)
+    number = index // ask.sampling.n
+    prompt = lists.prompt(ask.prompts[number], ask.echo[number], row.prompt_scores)
+    return _joined(prompt, lists.push(row))
 
 
 def completion(answer: Answer, completions: Sequence[Completion], version: int) -> dict[str, Any]:
@@ -192,16 +287,19 @@ def completion(answer: Answer, completions: Sequence[Completion], version: int) 
     ask = answer.ask
     choices = []
     for index, done in enumerate(completions):
-        ids = {"prompt_token_ids": ask.prompts[index // ask.sampling.n]} if ask.token_ids else {}
+        number = index // ask.sampling.n
+        ids = {"prompt_token_ids": ask.prompts[number]} if ask.token_ids else {}
+        shown = "" if ask.echo is None else ask.echo[number]
         choices.append(
             {
                 "index": index,
-                "text": done.text,
-                "logprobs": _Lists(answer.tokenizer, ask).push(done) if ask.logprobs else None,
+                "text": shown + (done.text or ""),
+                "logprobs": _of_completion(_Lists(answer.tokenizer, ask), ask, index, done, True),
                 "finish_reason": finish_reason(done),
                 "policy_version": _version(done.versions, version),
                 **_ids_of(answer, done),
                 **ids,
+                **_of_prompt(answer, number, done),
             }
         )
     return {
@@ -221,8 +319,8 @@ def generate(answer: Answer, completions: Sequence[Completion], version: int) ->
             "logprobs": {"content": content(answer.tokenizer, done, ask)} if ask.logprobs else None,
             "finish_reason": finish_reason(done),
             "policy_version": _version(done.versions, version),
-            "policy_versions": done.versions.tolist(),
-            "kv_versions": done.kv_versions.tolist(),
+            "policy_versions": done.versions[: len(done.tokens)].tolist(),
+            "kv_versions": done.kv_versions[: len(done.tokens)].tolist(),
         }
         for index, done in enumerate(completions)
     ]
@@ -233,6 +331,7 @@ def generate(answer: Answer, completions: Sequence[Completion], version: int) ->
         "choices": choices,
         "usage": answer.usage(_total(completions)),
         **_prompt_ids(answer),
+        **_of_prompt(answer, 0, completions[0]),
     }
 
 
@@ -248,6 +347,7 @@ class Stream:
         self._kind = "chat.completion.chunk" if chat else "text_completion"
         self._rows = [Deltas(answer.tokenizer, ask.sampling.stop) for _ in range(ask.completions)]
         self._lists = [_Lists(answer.tokenizer, ask) for _ in range(ask.completions)]
+        self._begun = [False] * ask.completions
         self._tokens = 0
 
     def _chunk(self, choices: list[dict[str, Any]], version: int, usage: Any = None) -> dict[str, Any]:
@@ -265,10 +365,13 @@ class Stream:
     def push(self, part: Part, version: int) -> dict[str, Any] | None:
         """The chunk of a part of a completion; None when it has nothing to tell."""
         ask, done = self._ask, part.completion
+        begins, self._begun[part.index] = not self._begun[part.index], True
         self._tokens += len(part.tokens)
         text = self._rows[part.index].push(part.tokens) if done is None else ""
         if done is not None:
             text = self._rows[part.index].finish(done.text or "")
+        if begins and ask.echo is not None:
+            text = ask.echo[part.index // ask.sampling.n] + text
         if not (text or done is not None or (len(part.tokens) and (ask.logprobs or ask.token_ids))):
             return None
         choice: dict[str, Any] = {"index": part.index}
@@ -278,7 +381,7 @@ class Stream:
             choice["logprobs"] = None if entries is None else {"content": entries, "refusal": None}
         else:
             choice["text"] = text
-            choice["logprobs"] = self._lists[part.index].push(part) if ask.logprobs else None
+            choice["logprobs"] = _of_completion(self._lists[part.index], ask, part.index, part, begins)
         choice["finish_reason"] = None if done is None else finish_reason(done)
         if ask.token_ids:
             choice["token_ids"] = part.tokens.tolist()

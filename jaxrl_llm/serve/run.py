@@ -1,4 +1,8 @@
-"""From a config to a listening server: what can be refused is refused before the model is loaded."""
+"""From a config to a listening server: what can be refused is refused before the model is loaded.
+
+The address is taken first. Once the model is loaded the server answers there, and says in /health that it warms up
+until its programs are compiled.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,8 @@ class Settings:
     api_key: str | None = None
     name: str | None = None  # of the model; default: model.source
     grace: float = 30.0  # seconds that running requests have to finish when the server is told to stop
+    replicas: int = 1  # engines, each on a device of its own
+    warm_up: bool = True  # compile the programs before clients are served
     limits: Limits = dataclasses.field(default_factory=Limits)
 
 
@@ -70,20 +76,17 @@ def serve(
     with contextlib.closing(listen(settings.host, settings.port)) as sock:
         import jax
 
-        from jaxrl_llm.assembly import build_engine
+        from jaxrl_llm.assembly import build_engine, replica_devices
         from jaxrl_llm.inference import load_policy, load_weights
         from jaxrl_llm.memory import refuse_too_large, sampler_parts
         from jaxrl_llm.serve.worker import Worker
 
+        replica_devices(settings.replicas)  # are there so many?
         model, version = load_policy(config, snapshot, version)
-        refuse_too_large(
-            [
-                sampler_parts(
-                    config, model.config, rows=config.sampler.slots, max_tokens=config.model.max_context
-                )
-            ]
-        )
-        engine = build_engine(config, model)
+        slots = config.sampler.slots
+        parts = sampler_parts(config, model.config, rows=slots, max_tokens=config.model.max_context)
+        refuse_too_large([[dataclasses.replace(p, bytes=p.bytes * settings.replicas) for p in parts]])
+        engine = build_engine(config, model, settings.replicas)
         fingerprint = engine.swap(model.params, version=version, pages="recompute")
         served = Served(
             name=settings.name or config.model.source,
@@ -100,7 +103,8 @@ def serve(
         service = Service(
             worker,
             served,
-            slots=config.sampler.slots,
+            slots=slots * settings.replicas,
+            replicas=settings.replicas,
             load=lambda path, wanted: load_weights(path, wanted, shapes),
             limits=settings.limits,
             source=config.model.source,
@@ -164,18 +168,39 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(service: Any, settings: Settings, on_ready: Callable[[], None]) -> Any:
-    """A uvicorn server of a `Service`, with `stop_soon()`; it ends well when it is told to by a signal."""
+    """A uvicorn server of a `Service`, with `stop_soon()`; it ends well when it is told to by a signal.
+
+    Args:
+      on_ready: called in the loop of the server when requests are answered, after the warm-up.
+    """
     import uvicorn
 
     from jaxrl_llm.serve.app import build_app
+    from jaxrl_llm.serve.worker import EngineError
+
+    service.warming = settings.warm_up
+
+    async def become_ready() -> None:
+        if settings.warm_up:
+            try:
+                await service.warm_up()
+            except EngineError:  # whoever made the worker stops the server
+                return
+        if not service.stopping:
+            on_ready()
 
     class Server(uvicorn.Server):
-        loop: asyncio.AbstractEventLoop | None = None
+        ready: asyncio.Task[None] | None = None
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            self.loop = asyncio.get_running_loop()
             await super().startup(sockets=sockets)
-            on_ready()
+
+            def ended(task: asyncio.Task[None]) -> None:
+                if not task.cancelled() and task.exception() is not None:
+                    self.stop_soon()  # `shutdown` raises it
+
+            self.ready = asyncio.create_task(become_ready())
+            self.ready.add_done_callback(ended)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -206,11 +231,15 @@ def make_server(service: Any, settings: Settings, on_ready: Callable[[], None]) 
                 await service.end_all()
 
             task = asyncio.create_task(abort())
+            if self.ready is not None:
+                self.ready.cancel()
             try:
                 await super().shutdown(sockets=sockets)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+            if self.ready is not None and self.ready.done() and not self.ready.cancelled():
+                self.ready.result()
 
     return Server(
         uvicorn.Config(

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams
+from jaxrl_llm.sampler.base import Completion, PromptScores, SamplerStats, SamplingParams
 from jaxrl_llm.types import Prompt
 
 __all__ = ["Engine", "EngineError", "Event", "Job", "Part", "View", "Worker"]
@@ -39,6 +39,8 @@ class Event(Protocol):
     def top_ids(self) -> Any: ...  # i32[N, K] or None
     @property
     def top_logprobs(self) -> Any: ...  # f32[N, K] or None
+    @property
+    def prompt_scores(self) -> PromptScores | None: ...  # set in the first one of a row, on request
     @property
     def completion(self) -> Completion | None: ...  # set when the row has ended
 
@@ -63,7 +65,9 @@ class Engine(Protocol):
     @property
     def filled_share(self) -> float: ...
     def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
-    def submit(self, prompt: Prompt, sampling: SamplingParams, *, priority: int = 0) -> list[int]: ...
+    def submit(
+        self, prompt: Prompt, sampling: SamplingParams, *, priority: int = ..., session: str | None = ...
+    ) -> list[int]: ...
     def cancel(self, id: int) -> Completion | None: ...
     def step(self) -> Sequence[Event]: ...
 
@@ -81,6 +85,7 @@ class Part:
     logprobs: np.ndarray  # f32[N]
     top_ids: np.ndarray | None = None  # i32[N, K]
     top_logprobs: np.ndarray | None = None  # f32[N, K]
+    prompt_scores: PromptScores | None = None  # in its first part, on request
     completion: Completion | None = None  # set in its last part
 
 
@@ -165,15 +170,23 @@ class Worker:
     # -------------------------------------------------------------------------- the event loop's side
 
     async def submit(
-        self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int = 0
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        priority: int = 0,
+        session: str | None = None,
     ) -> None:
         """Queues a job; returns when the engine has taken it. Higher priorities go first.
+
+        Args:
+          session: name of a conversation, whose turns go to one replica.
 
         Raises:
           InputError: it can never run.
           EngineError: the engine has failed or was stopped.
         """
-        await self._call(lambda: self._submit(job, prompts, sampling, priority))
+        await self._call(lambda: self._submit(job, prompts, sampling, priority, session))
 
     def cancel(self, job: Job) -> None:
         """Frees the slots and pages of what a job has not finished, after the dispatch that is under way."""
@@ -294,10 +307,17 @@ class Worker:
         self._rows.clear()
         self.on_fault()
 
-    def _submit(self, job: Job, prompts: Sequence[Prompt], sampling: SamplingParams, priority: int) -> None:
+    def _submit(
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        priority: int,
+        session: str | None,
+    ) -> None:
         try:
             for prompt in prompts:
-                job.ids += self._engine.submit(prompt, sampling, priority=priority)
+                job.ids += self._engine.submit(prompt, sampling, priority=priority, session=session)
         except Exception:
             for id in job.ids:
                 self._engine.cancel(id)
@@ -362,6 +382,7 @@ class Worker:
                 logprobs=np.asarray(event.logprobs, np.float32),
                 top_ids=event.top_ids,
                 top_logprobs=event.top_logprobs,
+                prompt_scores=event.prompt_scores,
                 completion=done,
             )
             given.setdefault(job, []).append(part)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl_llm.bench import run_bench
 from jaxrl_llm.bench.objectives import comparable_recipes
+from jaxrl_llm.bench.rollout import bench_rollout, ragged_lengths, rollout_work
 from jaxrl_llm.bench.update import update_flops
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
@@ -60,3 +61,40 @@ def test_recipes_of_another_kind_are_refused():
     assert set(RECIPES) - set(comparable_recipes()) >= {"trpo", "dpo", "kto", "reward_model"}
     with pytest.raises(InputError, match="dpo cannot be compared. Comparable: "):
         run_bench("objectives", **SMALL, recipes=("dpo",))
+
+
+def test_rows_of_different_lengths_are_counted_and_floored():
+    lengths = [3, 8, 1, 5]
+    work = {"prompts": 2, "group": 2, "prompt_tokens": 8, "new_tokens": 8}
+    out = bench_rollout(TINY, **work, dtype="float32", repeats=1, slots=4, lengths=lengths)
+    assert out["tokens"] == sum(lengths) and out["shortest_tokens"] == 1
+    assert out["tokens_per_second"] == pytest.approx(17 / out["seconds"])
+    whole = bench_rollout(TINY, **work, dtype="float32", repeats=0, slots=4)
+    assert whole["tokens"] == 32
+    assert whole["flops"] > out["flops"] and whole["bytes"] > out["bytes"]
+
+
+def test_work_of_equal_lengths_is_the_work_of_one_length():
+    work = {"prompts": 2, "group": 3, "prompt_tokens": 8, "new_tokens": 5, "slots": 4}
+    assert rollout_work(TINY, **work) == rollout_work(TINY, **work, lengths=[5] * 6)
+
+
+def test_ragged_lengths_spread_between_the_two_ends():
+    lengths = ragged_lengths(64, 16, 128)
+    assert (min(lengths), max(lengths), len(lengths), sum(lengths)) == (16, 128, 64, 64 * 72)
+    assert lengths == ragged_lengths(64, 16, 128) != sorted(lengths)
+    with pytest.raises(InputError, match="between 1 and 8 .*, got 9"):
+        ragged_lengths(4, 9, 8)
+
+
+@pytest.mark.parametrize("lengths", [[1, 2, 3], [1, 2, 3, 9], [0, 1, 1, 1]])
+def test_lengths_that_do_not_fit_are_refused(lengths):
+    with pytest.raises(InputError, match="lengths must be 2 x 2 numbers in"):
+        bench_rollout(TINY, prompts=2, group=2, new_tokens=8, lengths=lengths)
+
+
+def test_the_shortest_sample_can_be_given_for_rollouts_only():
+    out = run_bench("rollout", **SMALL, shortest_tokens=2)
+    assert (out["shortest_tokens"], out["tokens"]) == (2, sum(ragged_lengths(8, 2, 8)))
+    with pytest.raises(InputError, match="--shortest-tokens goes with .*, not with update"):
+        run_bench("update", **SMALL, shortest_tokens=2)

@@ -1,4 +1,4 @@
-"""Top-p, top-k and min-p from the sampler to the learner: with the weights that sampled, every ratio is 1."""
+"""What a token was drawn from, from the sampler to the learner: with the weights that sampled, every ratio is 1."""
 
 import dataclasses
 import functools
@@ -36,6 +36,13 @@ TRUNCATED = (
     {"min_p": 0.05, "temperature": 1.4},
     {"top_p": 0.95, "top_k": 40, "min_p": 0.01, "record_support": 6},
     {},  # from the whole vocabulary, in the same batch
+    {
+        "min_tokens": 5,
+        "stop_ids": tuple(range(0, 128, 3)),
+        "suppress_ids": (9, *range(100, 128)),
+        "temperature": 0.8,
+    },
+    {"min_tokens": 3, "stop_ids": tuple(range(0, 128, 5)), "top_p": 0.9},
 )
 
 
@@ -184,12 +191,16 @@ def test_the_loss_of_a_trust_region_step_too():
 
 def test_metrics_tell_the_size_of_the_support_and_how_often_it_was_cut():
     all_of_them = trajectories()
-    kept = [t for t in all_of_them if t.support_ids is not None]
+    kept = [t for t in all_of_them if t.support_cut is not None]  # truncated
     assert 0 < len(kept) < len(all_of_them)
     sizes = np.concatenate([(t.support_ids[t.mask] >= 0).sum(axis=1) for t in kept])
     cut = np.concatenate([t.support_cut[t.mask] for t in kept])
     metrics = rollout_metrics(all_of_them)
     assert metrics["completion/support_size"] == sizes.mean() and 1 < sizes.mean() < 64
-    assert metrics["completion/support_cut"] == cut.mean() and 0 < cut.mean() < 0.5
+    assert metrics["completion/support_cut"] == cut.mean() and 0 < cut.mean() < 0.6
     without = rollout_metrics([t for t in all_of_them if t.support_ids is None])
+    left_out = rollout_metrics(
+        [t for t in all_of_them if t.support_ids is not None and t.support_cut is None]
+    )
+    assert left_out["completion/support_size"] == 0.0
     assert not {"completion/support_size", "completion/support_cut"} & without.keys()

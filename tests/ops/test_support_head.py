@@ -9,13 +9,14 @@ import pytest
 
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.ops.logprobs import TeacherHead, head_output
+from jaxrl_llm.ops.support import first_left_out, is_left_out, left_out, left_out_ids
 from jaxrl_llm.testing import float64
 
 V, S = 37, 6
 
 
 def case(V=V, S=S):
-    """Supports of every size from none (the vocabulary) to S, each with the target somewhere in it."""
+    """Supports of every size from none (the vocabulary) to S, each with the target somewhere in it, and tokens left out."""
     rng = np.random.default_rng(0)
     shape = (4, 11)
     targets = rng.integers(0, V, shape)
@@ -25,6 +26,11 @@ def case(V=V, S=S):
         if size:
             others = rng.permutation(np.delete(np.arange(V), targets[at]))[: size - 1]
             support[at][:size] = rng.permutation([targets[at], *others])
+        if rng.random() < 0.3:  # single tokens, or the last ones too
+            out = set(rng.permutation(np.delete(np.arange(V), targets[at]))[: S - 1].tolist())
+            out |= set(range(targets[at] + 1, V)) if rng.random() < 0.5 else set()
+            codes = left_out(out, V)
+            support[at] = np.pad(codes[-S:], (0, S - len(codes[-S:])), constant_values=-1)
     normal = rng.standard_normal
     return {
         "h": normal((*shape, 8)),
@@ -43,8 +49,10 @@ def case(V=V, S=S):
 def dense(c, h, w):
     """(log-prob, entropy, log-probs of the lists, KL of a teacher) by masking the logits; 0 where not active."""
     logits = jnp.matmul(h, w, precision="highest") / c["temperature"][..., None]
-    inside = (c["support"][..., None] == jnp.arange(w.shape[1])).any(-2)
-    inside |= (c["support"] < 0).all(-1)[..., None]
+    tokens, support = jnp.arange(w.shape[1]), c["support"][..., None]
+    inside = (support == tokens).any(-2)
+    left = (support == -2 - tokens) | ((support <= -2 - 2**30) & (tokens >= -2 - 2**30 - support))
+    inside |= (c["support"] < 0).all(-1)[..., None] & ~left.any(-2)
     logp = jax.nn.log_softmax(jnp.where(inside, logits, -1e30))
     chosen = jnp.take_along_axis(logp, c["targets"][..., None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.where(inside, jnp.exp(logp) * logp, 0.0), axis=-1)
@@ -198,3 +206,32 @@ def test_memory_and_the_program_without_support():
     text = jax.jit(jax.grad(total, (0, 1))).lower(h, w, c["support"]).as_text()
     assert "4x512" in text and "44x512" not in text and "11x512" not in text  # logits of a chunk only
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda h, w: total(h, w, None), (0, 1)))(h, w))
+
+
+def test_codes_of_what_is_left_out():
+    codes = left_out([9, 3, 8, 0], 10)
+    assert codes.tolist() == [-2, -5, -2 - 2**30 - 8]  # 0 and 3, and all from 8 on
+    assert left_out([], 10).size == 0 and left_out([2], 10).tolist() == [-4]
+    support = np.stack([np.pad(codes, (0, 1), constant_values=-1), [-1] * 4, [7, 8, -1, -1]])
+    assert left_out_ids(support, 10).tolist() == [[0, 3, 10, 10], [10] * 4, [10] * 4]
+    assert first_left_out(support, 10).tolist() == [8, 10, 10]
+    found = [[is_left_out(row, np.int32(token)) for token in range(10)] for row in support]
+    assert np.flatnonzero(found[0]).tolist() == [0, 3, 8, 9] and not np.any(found[1:])
+    with pytest.raises(ValueError, match=r"token ids must lie in \[0, 10\), got \[10\]"):
+        left_out([10], 10)
+
+
+def test_a_token_that_is_left_out_has_no_probability_and_no_gradient():
+    """Hand numbers: of four equal logits one is left out."""
+    h, w = jnp.zeros((1, 1, 2)), jnp.ones((2, 4))
+    one, target = jnp.ones((1, 1)), jnp.array([[1]], jnp.int32)
+    support = jnp.asarray(left_out([2], 4))[None, None]
+
+    def total(w):
+        h = jnp.ones((1, 1, 2))
+        out = head_output(h, w, target, one, one > 0, dtype="float32", entropy=True, support=support)
+        return out.logprob.sum() + 0.0 * out.entropy.sum()
+
+    out = head_output(h, w, target, one, one > 0, dtype="float32", entropy=True, support=support)
+    assert out.logprob[0, 0] == pytest.approx(-np.log(3)) and out.entropy[0, 0] == pytest.approx(np.log(3))
+    np.testing.assert_allclose(jax.grad(total)(w)[0], [-1 / 3, 2 / 3, 0, -1 / 3], atol=1e-6)

@@ -383,6 +383,10 @@ def test_supports_come_along_in_padded_and_in_packed_rows():
     [
         ([[-1, -1], [-1, -1], [7, 1]], r"shape \(3, 2\) for 4 tokens"),
         ([[-1, -1], [-1, -1], [7, 1], [1, 2]], "token 3 is not among its support_ids"),
+        (
+            [[-1, -1], [-1, -1], [-3, -1], [-2 - 2**30 - 8, -1]],
+            "token 3 is not among its support_ids",
+        ),  # all from 8
     ],
 )
 def test_a_support_without_its_token_is_refused(support, message):

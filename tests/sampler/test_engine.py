@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.parallel.mesh import data_devices, make_mesh
@@ -336,6 +337,62 @@ def test_logprobs_of_the_prompt(length):
         assert equal(done[id], plain)  # asking for them changes no draw
 
 
+def dense_distribution(tokens):
+    """Log-probs [P, V] of what comes in the place of each token after the first, by the learner's forward pass."""
+    tokens = jnp.asarray(tokens)[None]
+    x = forward(params(), TINY, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
+    logits = np.asarray(x[0, :-1] @ head_weight(params(), TINY), np.float64)
+    return np.concatenate([np.zeros((1, 128)), logits - np.log(np.exp(logits).sum(-1, keepdims=True))])
+
+
+def test_ranks_and_likeliest_tokens_of_the_prompt():
+    made = engine()
+    visit = prompt("a", 41)
+    plain = SamplingParams(max_tokens=2, prompt_logprobs=True)
+    ids = [made.submit(visit, dataclasses.replace(plain, prompt_top_logprobs=k))[0] for k in (0, 3, 128)]
+    events = [event for _ in range(9) for event in made.step()]
+    dense = dense_distribution(visit.tokens)
+    own = dense[np.arange(41), visit.tokens]
+    for id, K in zip(ids, (0, 3, 128), strict=True):
+        first, *later = (event for event in events if event.id == id)
+        scores = first.prompt_scores
+        assert all(event.prompt_scores is None for event in later) or not later
+        assert scores.logprobs[0] == scores.ranks[0] == 0
+        np.testing.assert_allclose(scores.logprobs[1:], own[1:], atol=1e-4)
+        np.testing.assert_array_equal(scores.ranks[1:], 1 + (dense > own[:, None] + 1e-6).sum(1)[1:])
+        (done,) = (event.completion for event in events if event.id == id and event.completion is not None)
+        np.testing.assert_array_equal(done.prompt_scores.logprobs, scores.logprobs)
+        if not K:
+            assert scores.top_ids is None and done.prompt_scores.top_logprobs is None
+            continue
+        assert done.prompt_top_ids.shape == (41, K)
+        np.testing.assert_allclose(
+            scores.top_logprobs[1:], np.sort(dense[1:], axis=1)[:, ::-1][:, :K], atol=1e-4
+        )
+        np.testing.assert_allclose(
+            np.take_along_axis(dense, scores.top_ids, 1)[1:], scores.top_logprobs[1:], atol=1e-4
+        )
+    for bad in (dict(prompt_top_logprobs=2), dict(prompt_logprobs=True, prompt_top_logprobs=-1)):
+        with pytest.raises(InputError, match="prompt_top_logprobs must be"):
+            SamplingParams(max_tokens=2, **bad)
+    with pytest.raises(InputError, match="more than the 128 tokens"):
+        made.submit(visit, dataclasses.replace(plain, prompt_top_logprobs=129))
+
+
+def test_scores_of_a_prompt_are_those_of_the_weights_that_began_the_row():
+    made = engine(slots=2)
+    sampling = SamplingParams(max_tokens=30, n=3, prompt_logprobs=True, stop_ids=())
+    ids = made.submit(prompt("a", 20), sampling)  # one of them waits for a slot
+    made.step()
+    made.swap(weights(1), version=1, pages="keep")
+    done = run(made)
+    assert [done[id].versions[0] for id in ids] == [0, 0, 1]
+    for id in ids:
+        tree = params(int(done[id].versions[0]))
+        dense = np.asarray(token_logprobs(tree, TINY, prompt("a", 20).tokens[None]))[0]
+        np.testing.assert_allclose(done[id].prompt_logprobs, dense, atol=1e-4)
+
+
 def test_prompts_that_differ_in_their_last_token_have_their_own_logprobs():
     made = engine()
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=True)
@@ -362,6 +419,29 @@ def test_a_long_prompt_does_not_hold_up_rows_that_decode():
     assert equal(
         run(made)[long], alone(prompt("long", 80, seed=1), SamplingParams(max_tokens=4, stop_ids=()))
     )
+
+
+def test_a_row_that_waits_for_anothers_prompt_does_not_hold_up_the_next():
+    made = engine(prefill_calls=1, steps_per_dispatch=2)
+    sampling = SamplingParams(max_tokens=30, stop_ids=())
+    (first,) = made.submit(prompt("first", 5), sampling)
+    made.step()
+    long = prompt("long", 80, seed=1)
+    twin = Prompt(uid="twin", tokens=np.append(long.tokens[:70], [5, 6]).astype(np.int32))
+    other = prompt("other", 9, seed=2)
+    ids = [made.submit(p, dataclasses.replace(sampling, max_tokens=6))[0] for p in (long, twin, other)]
+    steps = []
+    done = {}
+    while made.busy:
+        events = made.step()
+        steps.append({event.id for event in events})
+        done |= {event.id: event.completion for event in events if event.completion is not None}
+    # The prompt of `long` takes five calls; `other` has its first tokens, and its last, before that.
+    begins = {id: next(t for t, step in enumerate(steps) if id in step) for id in ids}
+    assert begins[ids[2]] < begins[ids[0]] <= begins[ids[1]]
+    for id, p in zip(ids, (long, twin, other), strict=True):
+        assert equal(done[id], alone(p, dataclasses.replace(sampling, max_tokens=6)))
+    assert equal(done[first], alone(prompt("first", 5), sampling)) and made.stats.reused_tokens == 64
 
 
 def test_the_next_turn_of_a_conversation_finds_its_pages():
@@ -510,6 +590,61 @@ def test_replicas_cancel_swap_and_refuse_together():
     assert made.version == 1
     with pytest.raises(InputError, match="at least one device"):
         Replicas(TINY, [])
+
+
+def test_replicas_swap_all_or_none(monkeypatch):
+    made = Replicas(TINY, jax.devices()[:2], **OPTIONS)
+    made.swap(weights(0), version=0)
+    ids = [
+        id
+        for p in visits(2)
+        for id in made.submit(p, dataclasses.replace(SAMPLING, stop_ids=(), max_tokens=40))
+    ]
+    made.step()
+    served = [e._weights for e in made.engines]
+
+    def unchanged():
+        assert [e.version for e in made.engines] == [0, 0] and made.version == 0
+        assert all(e._weights is w for e, w in zip(made.engines, served, strict=True))
+        assert all(e.stats.swaps == 0 and e.running == 2 for e in made.engines)
+
+    with pytest.raises(InputError, match="damaged or mixed up"):
+        made.swap(params(1), version=1, expect="0" * 32)
+    unchanged()
+    with pytest.raises(InputError, match="do not fit the config"):
+        made.swap({**params(1), "final_norm": np.ones(3)}, version=1)
+    unchanged()
+    with pytest.raises(InputError, match="pages must be"):
+        made.swap(params(1), version=1, pages="drop")
+    unchanged()
+    # The second replica alone cannot take them.
+    made.engines[1].begin()
+    with pytest.raises(RuntimeError, match="between steps"):
+        made.swap(params(1), version=1, pages="recompute")
+    unchanged()
+    made.engines[1].finish()
+
+    def no_memory(*arguments, **more):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as changed, pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        changed.setattr(made.engines[1], "stage", no_memory)
+        made.swap(params(1), version=1)
+    unchanged()
+    print_ = made.swap(params(1), version=1, expect=fingerprint(params(1)))
+    assert print_ == made.fingerprint and {e.version for e in made.engines} == {1}
+    done = run(made)
+    assert {int(done[id].versions[-1]) for id in ids} == {1}
+
+
+def test_occupancy_of_replicas_is_that_of_their_slots():
+    made = Replicas(TINY, jax.devices()[:2], **OPTIONS)
+    made.swap(weights(0), version=0)
+    sampling = SamplingParams(max_tokens=8, n=2, stop_ids=())
+    for p in visits(2):
+        made.submit(p, sampling)
+    run(made)
+    assert made.stats.occupancy == made.engines[0].stats.occupancy == 0.5
 
 
 def test_prompts_may_be_computed_on_another_device():

@@ -21,13 +21,14 @@ def make_row(scheduler, id, prompt, limit, priority=0):
     )
 
 
-def carry_out(scheduler, plan, *, move):
-    """What an engine does with a plan: saves, fills and starts."""
+def carry_out(scheduler, plan, *, move, fill=None):
+    """What an engine does with a plan: saves, fills (at most `fill` tokens of each prompt) and starts."""
     for row, _, pages in plan.preempted:
         if pages and move:
             row.saved = list(pages)
     for prefix in list(scheduler.filling):
-        scheduler.filled(prefix, len(prefix.tokens) - prefix.filled)
+        left = len(prefix.tokens) - prefix.filled
+        scheduler.filled(prefix, left if fill is None else min(fill, left))
     copies = []
     for row in scheduler.placed:
         if row.running:
@@ -54,7 +55,20 @@ def check(scheduler, allocator, *, slots, page_size, steps):
             assert not isinstance(owners.get(page), Row)
 
 
-def simulate(prompts, n, new_tokens, *, slots, pages, page_size, steps, move=True, keep=False, chunk_pages=1):
+def simulate(
+    prompts,
+    n,
+    new_tokens,
+    *,
+    slots,
+    pages,
+    page_size,
+    steps,
+    move=True,
+    keep=False,
+    chunk_pages=1,
+    slow_fill=False,
+):
     """Runs rows that end after new_tokens tokens; checks the invariants of every plan."""
     allocator = PageAllocator(pages)
     scheduler = Scheduler(
@@ -83,7 +97,7 @@ def simulate(prompts, n, new_tokens, *, slots, pages, page_size, steps, move=Tru
         preemptions += sum(bool(pages) for _, _, pages in plan.preempted)
         reused += plan.reused
         assert all(row.order != first for row, _, _ in plan.preempted)
-        carry_out(scheduler, plan, move=move)
+        carry_out(scheduler, plan, move=move, fill=chunk_pages * page_size if slow_fill else None)
         check(scheduler, allocator, slots=slots, page_size=page_size, steps=steps)
         for row in scheduler.running:
             row.tokens += [1] * min(steps, row.limit - row.position - 1)
@@ -108,6 +122,7 @@ def simulate(prompts, n, new_tokens, *, slots, pages, page_size, steps, move=Tru
     move=st.booleans(),
     keep=st.booleans(),
     chunk_pages=st.sampled_from([1, 2]),
+    slow_fill=st.booleans(),
 )
 def test_every_row_ends_and_no_page_leaks(lengths, n, new_tokens, **options):
     # Long prompts begin differently, short ones alike.
@@ -152,6 +167,64 @@ def test_prompts_that_begin_alike_share_whole_chunks_one_after_the_other():
     first, second, third = scheduler.placed
     assert first.shared[:4] == second.shared[:4] == third.shared[:4]
     assert len({row.shared[4] for row in scheduler.placed}) == 3
+
+
+def scheduler_of(slots, pages):
+    """Prompts that begin alike share pages of 4 tokens, filled one at a time."""
+    return Scheduler(
+        slots=slots, allocator=PageAllocator(pages), page_size=4, steps=4, keep_prefixes=True, chunk_pages=1
+    )
+
+
+def alike(*last):
+    return np.append(np.arange(20), last)
+
+
+def test_a_row_that_waits_for_anothers_prompt_holds_up_nobody():
+    scheduler = scheduler_of(slots=4, pages=64)
+    rows = [
+        make_row(scheduler, id, prompt, 40)
+        for id, prompt in enumerate((alike(50, 60), alike(51, 60), 100 + np.arange(9), 200 + np.arange(9)))
+    ]
+    for row in rows:
+        scheduler.submit(row)
+    plan = scheduler.plan()
+    # The second one waits for what the first one fills; a slot is kept for it.
+    assert [row.id for row in plan.placed] == [0, 2, 3] and scheduler.queued == 1
+    carry_out(scheduler, plan, move=True)
+    plan = scheduler.plan()
+    assert [row.id for row in plan.placed] == [1] and plan.reused == 20
+
+
+def test_no_slot_of_a_row_that_waits_for_a_prompt_is_taken():
+    scheduler = scheduler_of(slots=2, pages=64)
+    rows = [
+        make_row(scheduler, id, prompt, 40)
+        for id, prompt in enumerate((alike(50, 60), alike(51, 60), 100 + np.arange(9)))
+    ]
+    for row in rows:
+        scheduler.submit(row)
+    plan = scheduler.plan()
+    assert [row.id for row in plan.placed] == [0]
+    carry_out(scheduler, plan, move=True)
+    assert [row.id for row in scheduler.plan().placed] == [1]
+
+
+def test_a_row_that_waits_for_pages_holds_up_those_after_it():
+    scheduler = scheduler_of(slots=4, pages=1 + 12)
+    first = make_row(scheduler, 0, alike(50, 60), 25)
+    large = make_row(scheduler, 1, 100 + np.arange(40), 44)
+    small = make_row(scheduler, 2, 200 + np.arange(3), 6)
+    for row in (first, large, small):
+        scheduler.submit(row)
+    plan = scheduler.plan()
+    assert [row.id for row in plan.placed] == [
+        0
+    ] and scheduler.allocator.free >= 2  # enough for the small one
+    carry_out(scheduler, plan, move=True)
+    scheduler.finish(first)
+    plan = scheduler.plan()
+    assert plan.placed[0] is large
 
 
 def test_higher_priorities_are_placed_first_and_preempted_last():

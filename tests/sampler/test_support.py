@@ -175,3 +175,23 @@ def test_the_list_is_no_longer_than_it_can_be():
     for wrong in (-1, 1.5, True, 2**31):
         with pytest.raises(InputError, match="record_support must be 0 .off. or a positive count"):
             dataclasses.replace(SAMPLING, record_support=wrong)
+
+
+def test_what_could_not_be_drawn_is_recorded(model):
+    """Stop ids before min_tokens and suppressed ids, also of a row that was preempted; nothing for a greedy answer."""
+    changes = {"top_p": 1.0, "min_tokens": 3, "stop_ids": (4, 6), "suppress_ids": (9,), "greedy_too": True}
+    sampling = dataclasses.replace(SAMPLING, **changes)
+    sampler = Sampler(TINY, slots=4, page_size=8)
+    outs = sampler.generate(model, prompts((4, 7)), sampling)
+    for c in outs:
+        assert c.support_cut is None
+        if c.index == 3:
+            assert c.support_ids is None
+            continue
+        assert c.support_ids.shape == (len(c.tokens), 3) and len(c.tokens) >= 3
+        assert (c.support_ids[:3] == [-6, -8, -11]).all() and (c.support_ids[3:] == [-11, -1, -1]).all()
+    squeezed = Sampler(TINY, slots=4, page_size=8, pages=8, steps_per_dispatch=5)
+    for a, b in zip(squeezed.generate(model, prompts((4, 7)), sampling), outs, strict=True):
+        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.support_ids, b.support_ids)
+    (c, *_) = sampler.generate(model, prompts((4,)), dataclasses.replace(sampling, record_support=0))
+    assert c.support_ids is None

@@ -56,8 +56,10 @@ class ScriptedEngine:
         self.pages = slots
         self.stats = SamplerStats(slots=slots)
         self.waiting, self.active = [], []
-        self.cancelled, self.swapped = [], []
+        self.cancelled, self.swapped, self.sessions = [], [], []
         self.version, self.next_id, self.fail = 0, 0, None
+        self.may_step = threading.Event()
+        self.may_step.set()
 
     busy = property(lambda self: bool(self.waiting or self.active))
     queued = property(lambda self: len(self.waiting))
@@ -71,7 +73,8 @@ class ScriptedEngine:
         self.swapped.append((params, version, pages, expect))
         return f"fingerprint-{version}"
 
-    def submit(self, prompt, sampling, *, priority=0):
+    def submit(self, prompt, sampling, *, priority=0, session=None):
+        self.sessions.append(session)
         ids = []
         for index in range(sampling.n):
             row = types.SimpleNamespace(
@@ -109,6 +112,7 @@ class ScriptedEngine:
         return None
 
     def step(self):
+        assert self.may_step.wait(20)
         if self.fail is not None:
             raise self.fail
         time.sleep(0.001)
@@ -135,6 +139,7 @@ class ScriptedEngine:
                     logprobs=np.array([-0.5], np.float32),
                     top_ids=None,
                     top_logprobs=None,
+                    prompt_scores=None,
                     completion=None if stop is None else self._completion(row, stop),
                 )
             )
@@ -142,26 +147,33 @@ class ScriptedEngine:
 
 
 @contextlib.contextmanager
-def running(worker, served, *, slots, limits=None, grace=5.0, load=None, api_key=None):
-    """A server that listens, in a thread: (address, service, server)."""
+def running(
+    worker, served, *, slots, replicas=1, limits=None, grace=5.0, load=None, api_key=None, warm_up=False
+):
+    """A server that listens, in a thread: (address, service, server, ready); while it may still warm up, if it does."""
     service = Service(
         worker,
         served,
         slots=slots,
+        replicas=replicas,
         load=load or (lambda path, version: ({}, 0, None)),
         limits=limits,
         api_key=api_key,
     )
     sock = listen("127.0.0.1", 0)
     ready = threading.Event()
-    server = make_server(service, Settings(grace=grace), ready.set)
+    server = make_server(service, Settings(grace=grace, warm_up=warm_up), ready.set)
     worker.on_fault = server.stop_soon
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert warm_up or ready.wait(20)
         yield types.SimpleNamespace(
-            url=f"http://127.0.0.1:{sock.getsockname()[1]}", service=service, server=server, thread=thread
+            url=f"http://127.0.0.1:{sock.getsockname()[1]}",
+            service=service,
+            server=server,
+            thread=thread,
+            ready=ready,
         )
     finally:
         server.stop_soon()
@@ -184,6 +196,8 @@ def scripted():
     def start(script, *, slots=2, queued=2, tokenizer=None, limits=None, **more):
         tokenizer = tokenizer or tiny_tokenizer()
         engine = ScriptedEngine(tokenizer, script, slots=slots)
+        if more.get("warm_up"):
+            engine.may_step.clear()
         worker = Worker(engine, version=0, fingerprint="fingerprint-0")
         served = Served(
             name="tiny",

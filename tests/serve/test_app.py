@@ -1,5 +1,6 @@
 """The server over HTTP, on an engine whose every step is known: overload, leaving clients, pauses, faults, keys."""
 
+import asyncio
 import itertools
 import json
 import socket
@@ -12,6 +13,7 @@ import warnings
 import pytest
 
 from jaxrl_llm.serve.metrics import Rate
+from jaxrl_llm.serve.run import Settings, listen, make_server
 
 
 def endless(prompt, index):
@@ -122,6 +124,78 @@ def test_pause_keeps_rows_or_ends_them(scripted, eventually):
         (choice,) = thread.result[2]["choices"]
         assert choice["finish_reason"] == "abort" and 0 < len(choice["text"]) < 2000
         assert call(place.url + "/pause?mode=stop", method="POST")[0] == 400
+
+
+def test_the_name_of_a_conversation_reaches_the_engine(scripted):
+    with scripted(hello) as place:
+        call(place.url + "/v1/completions", {"prompt": "a", "prompt_cache_key": "talk"})
+        message = {"role": "user", "content": "a"}
+        call(place.url + "/v1/chat/completions", {"messages": [message], "prompt_cache_key": "chat"})
+        call(place.url + "/inference/v1/generate", {"token_ids": [5], "prompt_cache_key": "ids"})
+        call(place.url + "/v1/completions", {"prompt": "a"})
+        assert place.engine.sessions == ["talk", "chat", "ids", None]
+        status, _, body = call(place.url + "/v1/completions", {"prompt": "a", "prompt_cache_key": 5})
+        assert status == 400 and body["error"]["param"] == "prompt_cache_key"
+
+
+def test_while_it_warms_up_it_is_alive_and_not_ready(scripted):
+    with scripted(hello, warm_up=True) as place:
+        assert call(place.url + "/liveness")[0] == 200
+        status, headers, body = call(place.url + "/health")
+        assert status == 503 and body["status"] == "warming up" and int(headers["retry-after"]) > 0
+        for path, request in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/inference/v1/generate", {"token_ids": [5]}),
+        ):
+            status, headers, body = call(place.url + path, request)
+            assert status == 503 and body["error"]["code"] == "warming_up" and int(headers["retry-after"]) > 0
+        assert call(place.url + "/v1/models")[0] == 200 and not place.ready.is_set()
+        place.engine.may_step.set()
+        assert place.ready.wait(20)
+        assert call(place.url + "/health")[2]["status"] == "ok"
+        assert call(place.url + "/v1/completions", {"prompt": "a"})[2]["choices"][0]["text"] == "hello"
+        with urllib.request.urlopen(place.url + "/metrics") as answer:
+            assert "jaxrl_completion_tokens_total 6" in answer.read().decode()  # those of clients
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_warm_up_that_is_stopped_or_fails_ends_the_server(scripted, fails, capfd):
+    with scripted(hello, warm_up=True) as place:
+        assert call(place.url + "/health")[0] == 503
+        if fails:
+            place.engine.fail = ValueError("no such program")
+            place.engine.may_step.set()
+        else:
+            place.server.stop_soon()
+        place.thread.join(20)
+        assert not place.thread.is_alive() and not place.ready.is_set()
+        place.engine.may_step.set()
+    assert ("ValueError: no such program" in capfd.readouterr().err) == fails
+
+
+def test_when_nobody_can_be_told_that_it_is_ready_it_ends(scripted):
+    def told():
+        raise BrokenPipeError
+
+    with scripted(hello) as place, listen("127.0.0.1", 0) as sock:
+        server = make_server(place.service, Settings(warm_up=False), told)
+        with pytest.raises(BrokenPipeError):
+            asyncio.run(asyncio.wait_for(server.serve(sockets=[sock]), 20))
+
+
+def test_of_what_never_began_the_prompt_has_no_logprobs(scripted, eventually):
+    with scripted(endless) as place:
+        call(place.url + "/pause", method="POST")
+        body = {"prompt": "ab", "max_tokens": 9, "prompt_logprobs": 1, "logprobs": 1, "echo": True}
+        thread = later(place.url + "/v1/completions", body)
+        eventually(lambda: place.worker.view.queued == 1)
+        call(place.url + "/pause?mode=abort", method="POST")
+        thread.join(20)
+        (choice,) = thread.result[2]["choices"]
+        assert choice["finish_reason"] == "abort" and choice["text"] == "ab"
+        assert choice["prompt_logprobs"] is None and choice["logprobs"]["token_logprobs"] == [None, None]
+        assert choice["logprobs"]["top_logprobs"] == [None, None]
 
 
 def test_weights_change_between_two_tokens_and_each_token_tells(scripted, eventually):
@@ -261,7 +335,7 @@ def test_nothing_is_left_behind_by_many_clients(scripted, eventually):
             thread.join(20)
         assert {t.result[2]["choices"][0]["text"] for t in threads} == {"hello"}
         eventually(lambda: place.service.in_flight == 0)
-        assert place.service._open == 0 and not place.worker._rows and not place.engine.busy
+        assert place.service.open_completions == 0 and not place.worker._rows and not place.engine.busy
 
 
 def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
@@ -276,7 +350,7 @@ def test_metrics_tell_speed_latency_pages_and_reuse(scripted, eventually):
         assert idle["jaxrl_tokens_per_second"] == idle["jaxrl_pages_fragmentation_ratio"] == 0
         assert call(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 7})[0] == 200
         place.engine.stats.reused_tokens, place.engine.stats.prefilled_tokens = 30, 10
-        place.engine.stats.decode_steps, place.engine.stats.decoded_tokens = 10, 15
+        place.engine.stats.slot_steps, place.engine.stats.decoded_tokens = 20, 15
         assert place.worker.view.running == 0  # who has the answer sees what it freed
         thread = later(place.url + "/v1/completions", {"prompt": "a", "max_tokens": 2000})
         eventually(lambda: place.worker.view.running == 1)

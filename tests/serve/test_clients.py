@@ -7,15 +7,18 @@ import socket
 import urllib.request
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
 
 from jaxrl_llm.inference import load_weights
 from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
-from jaxrl_llm.sampler import Engine
+from jaxrl_llm.sampler import Engine, decode
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.serve.protocol import Limits, Served
 from jaxrl_llm.serve.worker import Worker
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
@@ -167,6 +170,151 @@ def test_completions_of_many_prompts_in_order(client, tiny_params):
         assert len(lists.tokens) == len(lists.text_offset) == len(lists.top_logprobs) == len(choice.token_ids)
         assert lists.text_offset[0] == 0 and all(len(top) in (2, 3) for top in lists.top_logprobs)
         assert all(lists.tokens[t] in top for t, top in enumerate(lists.top_logprobs))
+
+
+def dense_logprobs(params, tokens):
+    """[P, V], what the learner's forward pass says comes in the place of each token; nothing of the first."""
+    batch = jnp.asarray(tokens)[None]
+    x = forward(params, TINY, batch, jnp.arange(len(tokens))[None], jnp.ones_like(batch))
+    logits = np.asarray(x[0, :-1] @ head_weight(params, TINY), np.float64)
+    return np.concatenate([np.zeros((1, 128)), logits - np.log(np.exp(logits).sum(-1, keepdims=True))])
+
+
+TEXT = "a prompt of more than one page, and more"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_shows_the_prompt_and_its_logprobs(client, tiny_params, stream):
+    common = {
+        "model": "tiny",
+        "max_tokens": 5,
+        "n": 2,
+        "seed": 3,
+        "temperature": 0.7,
+        "logit_bias": {"2": -100},
+    }
+    prompts = [TEXT, "hi"]
+    plain = client.completions.create(**common, prompt=prompts, logprobs=2)
+    answer = client.completions.create(**common, prompt=prompts, logprobs=2, echo=True, stream=stream)
+    choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    for index, expected in enumerate(plain.choices):
+        text = prompts[index // 2]
+        mine = [c for c in choices if c.index == index]
+        assert "".join(c.text for c in mine) == text + expected.text
+        assert mine[0].text.startswith(text)
+
+        def told(name, mine=mine):
+            return [x for c in mine if c.logprobs is not None for x in getattr(c.logprobs, name)]
+
+        tokens = tiny_tokenizer().encode(text, add_bos=True)
+        dense = dense_logprobs(tiny_params, tokens)
+        P = len(tokens)
+        names, own, tops, offsets = map(told, ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+        assert own[0] is None and tops[0] is None and len(own) == P + 5
+        assert names == [tiny_tokenizer().token_bytes(t).decode() for t in tokens] + expected.logprobs.tokens
+        np.testing.assert_allclose(own[1:P], dense[np.arange(1, P), tokens[1:]], atol=1e-4)
+        assert own[P:] == expected.logprobs.token_logprobs and tops[P:] == expected.logprobs.top_logprobs
+        for t in range(1, P):
+            assert tops[t][names[t]] == own[t] and len(tops[t]) in (2, 3)
+            best = sorted(tops[t].values(), reverse=True)[:2]
+            np.testing.assert_allclose(best, np.sort(dense[t])[::-1][:2], atol=1e-4)
+        assert offsets == list(range(len(text))) + [len(text) + o for o in expected.logprobs.text_offset]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_and_nothing_is_sampled(client, tiny_params, stream):
+    tokens = tiny_tokenizer().encode(TEXT, add_bos=True)
+    answer = client.completions.create(
+        model="tiny",
+        prompt=tokens,
+        max_tokens=0,
+        echo=True,
+        logprobs=0,
+        stream=stream,
+        extra_body={"stream_options": {"include_usage": True}},
+    )
+    chunks = list(answer) if stream else [answer]
+    (choice,) = (c for chunk in chunks for c in chunk.choices)
+    assert choice.text == TEXT and choice.finish_reason == "length" and choice.policy_version == 3
+    assert len(choice.logprobs.tokens) == len(tokens) and choice.logprobs.top_logprobs is None
+    dense = dense_logprobs(tiny_params, tokens)
+    expected = dense[np.arange(1, len(tokens)), tokens[1:]]
+    np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], expected, atol=1e-4)
+    assert chunks[-1].usage.completion_tokens == 0 and chunks[-1].usage.prompt_tokens == len(tokens)
+    plain = client.completions.create(model="tiny", prompt="hi", max_tokens=2, echo=True, stream=stream)
+    choices = [c for chunk in plain for c in chunk.choices] if stream else plain.choices
+    assert "".join(c.text for c in choices).startswith("hi") and choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_prompt_logprobs_wherever_a_prompt_is_given(place, client, tiny_params, most):
+    tokens = tiny_tokenizer().chat(HI)
+    more = {"prompt_logprobs": 2}
+    chat = client.chat.completions.create(model="tiny", messages=HI, max_tokens=most, extra_body=more)
+    both = client.completions.create(
+        model="tiny", prompt=[tokens, tokens[:4]], n=2, max_tokens=most, extra_body=more
+    )
+    body = {"token_ids": tokens, "sampling_params": {"max_tokens": most, "prompt_logprobs": 2}}
+    ids = client.post(place.url + "/inference/v1/generate", cast_to=object, body=body)
+    assert len(ids["choices"][0]["token_ids"]) == len(ids["choices"][0]["policy_versions"]) <= most
+    assert chat.choices[0].message.content is not None and chat.usage.completion_tokens <= most
+    dense = dense_logprobs(tiny_params, tokens)
+    for entries, P in (
+        (chat.prompt_logprobs, len(tokens)),
+        (ids["prompt_logprobs"], len(tokens)),
+        (both.choices[1].prompt_logprobs, len(tokens)),
+        (both.choices[2].prompt_logprobs, 4),
+    ):
+        assert len(entries) == P and entries[0] is None
+        for t, entry in enumerate(entries[1:], 1):
+            assert next(iter(entry)) == str(tokens[t]) and len(entry) in (2, 3)
+            for id, told in entry.items():
+                assert told["decoded_token"] == tiny_tokenizer().token_bytes(int(id)).decode(errors="replace")
+                assert told["rank"] == 1 + (dense[t] > dense[t, int(id)] + 1e-6).sum()
+                assert abs(told["logprob"] - dense[t, int(id)]) < 1e-4
+            assert {told["rank"] for told in entry.values()} >= {1, 2}
+
+
+def test_after_the_warm_up_nothing_is_compiled_for_most_requests(tiny_params, serving):
+    tokenizer = tiny_tokenizer()
+    engine = Engine(
+        TINY, slots=3, pages=25, page_size=16, max_context=64, tokenizer=tokenizer, prefill_rows=3
+    )
+    print_ = engine.swap(tiny_params, version=0, pages="recompute")
+    served = Served(name="tiny", tokenizer=tokenizer, vocab_size=128, eos_ids=TINY.eos_ids, max_context=64)
+    with serving(Worker(engine, version=0, fingerprint=print_), served, slots=3, warm_up=True) as place:
+        assert place.ready.wait(120)
+        programs = [f._cache_size() for f in (decode.prefill, decode._generate, decode.duplicate_pages)]
+        with openai.OpenAI(base_url=place.url + "/v1", api_key="any", max_retries=0) as client:
+            for more in ({"temperature": 0.5}, {"top_p": 0.5}, {"echo": True, "logprobs": 0}, {"n": 3}):
+                client.completions.create(model="tiny", prompt="a text of some length", max_tokens=9, **more)
+        assert programs == [
+            f._cache_size() for f in (decode.prefill, decode._generate, decode.duplicate_pages)
+        ]
+
+
+def test_replicas_answer_as_one_engine_and_keep_conversations(client, tiny_params, serving):
+    tokenizer = tiny_tokenizer()
+    options = dict(page_size=16, max_context=128, tokenizer=tokenizer, steps_per_dispatch=4, prefill_rows=2)
+    engine = Replicas(TINY, jax.devices()[:2], slots=4, pages=33, prefill_chunk=32, **options)
+    print_ = engine.swap(tiny_params, version=3, pages="recompute")
+    served = Served(name="tiny", tokenizer=tokenizer, vocab_size=128, eos_ids=TINY.eos_ids, max_context=128)
+    worker = Worker(engine, version=3, fingerprint=print_)
+    with serving(worker, served, slots=8, replicas=2, warm_up=True) as place:
+        assert place.ready.wait(120)
+        warm = [e.stats.completions for e in engine.engines]
+        assert warm == [3, 3]  # each has compiled its programs
+        with openai.OpenAI(base_url=place.url + "/v1", api_key="any", max_retries=0) as many:
+            common = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "seed": 4, "max_tokens": 8}
+            texts = [c.text for c in many.completions.create(**common).choices]
+            assert texts == [c.text for c in client.completions.create(**common).choices]
+            assert [e.stats.completions - n for e, n in zip(engine.engines, warm, strict=True)] == [2, 2]
+            for turn in ("one", "two", "three"):  # texts that have nothing in common
+                more = {"prompt_cache_key": "talk"}
+                many.completions.create(model="tiny", prompt=turn, max_tokens=2, extra_body=more)
+            given = [e.stats.completions - n for e, n in zip(engine.engines, warm, strict=True)]
+            assert given == [5, 2]
+        assert worker.view.pages == 64 and worker.view.stats.slots == 8
 
 
 def test_a_seed_repeats_and_none_does_not(client):
@@ -367,7 +515,7 @@ _SAMPLE = re.compile(r'([a-z_]+)(\{[a-z_]+="[^"]*"(?:,[a-z_]+="[^"]*")*\})? ([0-
 
 
 def test_metrics_can_be_scraped(place, client):
-    client.completions.create(model="tiny", prompt="x", max_tokens=4)
+    client.completions.create(model="tiny", prompt="xyz", max_tokens=4)
     with urllib.request.urlopen(place.url + "/metrics") as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()

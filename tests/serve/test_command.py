@@ -44,6 +44,9 @@ def test_bad_input_is_told_before_anything_is_loaded(refused, tmp_path, monkeypa
     assert "not an address of this machine" in refused(TINY_YAML, "--host", "no such host", "--api-key", "k")
     assert "--port must be in [0, 65535]" in refused(TINY_YAML, "--port", "70000")
     assert "must not be negative" in refused(TINY_YAML, "--queue", "-1")
+    for replicas in (0, 9):
+        message = refused(TINY_YAML, "--port", "0", "--replicas", replicas)
+        assert f"--replicas must be in [1, 8], got {replicas}" in message
     assert "No snapshot at" in refused(TINY_YAML, "--snapshot", tmp_path)
     assert "give a config file" in refused()
     monkeypatch.setitem(sys.modules, "uvicorn", None)

@@ -35,7 +35,10 @@ def refusal(parse, body, served):
 @pytest.mark.parametrize(
     ("field", "value", "parts"),
     [
-        ("max_tokens", 0, ["max_tokens must be a count of at least 1", "0"]),
+        ("max_tokens", 0, ["max_tokens must be a count of at least 1; 0 goes with echo or prompt_logprobs"]),
+        ("prompt_logprobs", -1, ["prompt_logprobs must be a count in [0, 20]", "-1"]),
+        ("prompt_logprobs", True, ["prompt_logprobs must be a count"]),
+        ("echo", True, ["echo must be false or null"]),
         ("max_tokens", "9", ['"9"']),
         ("max_completion_tokens", 1.5, ["max_completion_tokens", "1.5"]),
         ("temperature", -1, ["temperature must be 0 (greedy) or in [0.001, 1000]", "-1"]),
@@ -227,6 +230,40 @@ def test_token_ids_in(served):
         ({"messages": HI}, "messages"),
     ):
         assert refusal(parse_generate, body | change, served).param == param
+
+
+def test_what_is_said_of_the_prompt(served):
+    def completion(**more):
+        return parse_completion({"prompt": ["hi", "a"]} | more, served, LIMITS)
+
+    def asked(ask):
+        return ask.sampling.prompt_logprobs, ask.sampling.prompt_top_logprobs, ask.sampling.top_logprobs
+
+    assert asked(completion()) == (False, 0, 0) and completion().echo is None
+    assert completion(echo=True).echo == ("hi", "a") and asked(completion(echo=True)) == (False, 0, 0)
+    assert completion(prompt=[104, 105], echo=True).echo == ("hi",)
+    assert asked(completion(echo=True, logprobs=0)) == (True, 0, 0)
+    assert asked(completion(echo=True, logprobs=2)) == (True, 2, 2)
+    assert asked(completion(logprobs=2)) == (False, 0, 2)
+    assert asked(completion(echo=True, logprobs=2, prompt_logprobs=5)) == (True, 5, 2)
+    assert asked(parse_chat({"messages": HI, "prompt_logprobs": 0}, served, LIMITS)) == (True, 0, 0)
+    score = {"max_tokens": 0, "prompt_logprobs": 3}
+    for ask in (
+        completion(max_tokens=0, echo=True),
+        completion(**score),
+        parse_chat({"messages": HI} | score, served, LIMITS),
+        parse_generate({"token_ids": [5, 6], "sampling_params": score}, served, LIMITS),
+    ):
+        assert ask.score_only and ask.sampling.max_tokens == 1
+    assert not completion(max_tokens=1, echo=True).score_only
+    assert (
+        refusal(parse_completion, {"prompt": "a", "max_tokens": 0, "echo": False}, served).param
+        == "max_tokens"
+    )
+    error = refusal(parse_completion, {"prompt": "a", "prompt_logprobs": 0, "stream": True}, served)
+    assert error.param == "prompt_logprobs" and "use echo and logprobs" in str(error)
+    inner = {"sampling_params": {"max_tokens": 0}, "token_ids": [5]}
+    assert refusal(parse_generate, inner, served).param == "sampling_params.max_tokens"
 
 
 def test_metrics_are_in_the_text_format():
