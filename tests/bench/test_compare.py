@@ -203,8 +203,6 @@ def test_the_command_says_what_to_install(jaxrl_main, capsys):
     code = jaxrl_main("bench", "compare", "--model", "tiny", "--peer-python", absent)
     assert code == 2
     assert "cannot be run" in capsys.readouterr().err
-    assert jaxrl_main("bench", "rollout", "--model", "tiny", "--peers", "hf") == 2
-    assert "go with `jaxrl bench compare`, not with rollout" in capsys.readouterr().err
 
 
 @pytest.fixture
