@@ -15,7 +15,8 @@ requests, on the sampled tokens and on when requests come, never on time.
   both begin alike, does not: those after it may start in the slots that it leaves over.
 - When a running row needs a page and none is free, prefixes without a placed row and pages that only the cache
   holds are dropped (prefill is a pure function of the prompt, so computing one again gives the same bits), then
-  the placed row that comes last in that order is preempted. The first one therefore always gets on.
+  the placed row that comes last in that order is preempted, and waits at least until the next plan. The first one
+  therefore always gets on.
 """
 
 from __future__ import annotations
@@ -214,8 +215,11 @@ class Scheduler:
             if row.slot is not None:  # not preempted for an earlier row
                 self._grow(row, plan)
         kept = 0  # slots of rows that can start as soon as what they begin with is filled
+        lost = {row for row, _, _ in plan.preempted}
         for row in list(self._waiting):
-            if len(self._free_slots) <= kept:
+            # What has just been preempted is moved away when the plan is carried out. Until then it looks as if it
+            # had to be computed again, which can take fewer pages and gives other bits.
+            if len(self._free_slots) <= kept or row in lost:
                 break
             found = self._beginning(row)
             if found is None:

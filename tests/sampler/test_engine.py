@@ -204,6 +204,22 @@ def test_a_busy_afternoon_preempts_reuses_and_swaps():
     assert stats.preemptions > 0 and stats.reused_tokens > 0 and stats.swaps == 2 and stats.cancelled == 1
 
 
+@pytest.mark.parametrize("calls", [None, 1])
+def test_a_row_that_loses_its_pages_twice_gets_them_back(calls):
+    """The second time others hold the beginning of its prompt, so that it could do with fewer pages than it had."""
+    made = engine(pages=22, prefill_calls=calls)
+    beginning, requests = prompt("", 32, seed=7).tokens, {}
+    for number, (rest, most) in enumerate(((20, 30), (15, 38), (33, 32))):
+        tokens = np.concatenate([beginning, prompt("", rest, seed=number).tokens])
+        visit = Prompt(uid=f"visit {number}", tokens=tokens)
+        sampling = SamplingParams(max_tokens=most, stop_ids=())
+        (id,) = made.submit(visit, sampling)
+        requests[id] = visit, sampling
+    done = run(made)
+    assert made.stats.preemptions == made.stats.resumptions == 2
+    assert [equal(done[id], alone(*asked)) for id, asked in requests.items()] == [True] * 3
+
+
 # -------------------------------------------------------------------------------------------- weights
 
 

@@ -97,6 +97,9 @@ def simulate(
         preemptions += sum(bool(pages) for _, _, pages in plan.preempted)
         reused += plan.reused
         assert all(row.order != first for row, _, _ in plan.preempted)
+        assert not {row.id for row, _, _ in plan.preempted} & {row.id for row in plan.placed}
+        # What was moved away is brought back, it is not computed again.
+        assert not move or all(row.refill is None for row in plan.placed)
         carry_out(scheduler, plan, move=move, fill=chunk_pages * page_size if slow_fill else None)
         check(scheduler, allocator, slots=slots, page_size=page_size, steps=steps)
         for row in scheduler.running:
@@ -128,6 +131,13 @@ def test_every_row_ends_and_no_page_leaks(lengths, n, new_tokens, **options):
     # Long prompts begin differently, short ones alike.
     prompts = [np.arange(k) + 100 * i * (k > 20) for i, k in enumerate(lengths)]
     simulate(prompts, n, new_tokens, **options)
+
+
+def test_a_row_without_its_prefix_is_not_placed_where_it_was_just_preempted():
+    beginning = np.arange(32)
+    prompts = [np.append(beginning, 100 * i + np.arange(n)) for i, n in enumerate((15, 7, 7), 1)]
+    options = dict(slots=4, pages=18, page_size=8, steps=8, keep=True, chunk_pages=2)
+    assert simulate(prompts, 1, 41, **options)[0] > 1
 
 
 def test_a_tight_cache_preempts_and_still_finishes():
