@@ -24,7 +24,6 @@ __all__ = [
     "check_choices",
     "check_growth",
     "check_refusal",
-    "check_rounding",
     "check_rest",
     "check_usage",
     "growth",
@@ -36,9 +35,7 @@ _MIB = 2**20
 # than a thousand requests between them, it still compiles programs, and may grow by the second number.
 _NOISE, _NOISE_AT_FIRST = 16 * _MIB, 256 * _MIB
 _THREADS = 8  # that may come in the second half
-_ROUNDING = (
-    1e-5  # nats: what log-probs of the same token may differ by, and that of a certain one may lie above 0
-)
+_ROUNDING = 1e-5  # nats: what the log-prob of a certain token may lie above 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,12 +230,11 @@ def check_refusal(status: int, headers: Mapping[str, str], body: Any, expected: 
 
 
 class References:
-    """The first answer to each task under each version; later ones must be equal to it, log-probs up to rounding."""
+    """The first answer to each task under each version; later ones must be equal to it, bit for bit."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Task, int, int], dict[str, Any]] = {}
         self.compared = 0
-        self.rounded = 0  # of them: equal, but for the last bits of log-probs
 
     def check(self, choice: Choice, task: Task, version: int) -> list[str]:
         """Compares a completion that was sampled by one version alone. What is not known yet is remembered."""
@@ -253,30 +249,13 @@ class References:
         }
         known = self._known.setdefault(key, {})
         self.compared += bool(known)
-        differing = [name for name, value in said.items() if name in known and known[name] != value]
-        if differing == ["logprobs"] and _close(known["logprobs"], said["logprobs"]):
-            self.rounded += 1
-            differing = []
         out = [
-            f"{name} differs from the answer before: {_difference(known[name], said[name])}"
-            for name in differing
+            f"{name} differs from the answer before: {_difference(known[name], value)}"
+            for name, value in said.items()
+            if name in known and known[name] != value
         ]
         self._known[key] = said | known
         return out
-
-
-def _close(before: Sequence[float], now: Sequence[float]) -> bool:
-    return len(before) == len(now) and all(abs(a - b) <= _ROUNDING for a, b in zip(before, now, strict=True))
-
-
-def check_rounding(rounded: int, compared: int) -> list[str]:
-    """Whether more than a few answers differed from an equal one in the last bits of log-probs."""
-    allowed = max(3, compared // 1000)
-    if rounded <= allowed:
-        return []
-    return [
-        f"the log-probs of {rounded} of {compared} compared completions differ in the last bits, {allowed} may"
-    ]
 
 
 def _difference(before: Any, now: Any) -> str:
