@@ -25,10 +25,11 @@ def split_url(url: str) -> tuple[str, int]:
     """
     try:
         parts = urlsplit(url)
-        host, port, user = parts.hostname, 80 if parts.port is None else parts.port, parts.username
+        scheme, host, user = parts.scheme, parts.hostname, parts.username
+        port = 80 if parts.port is None else parts.port
     except ValueError:  # a port, or an address in brackets, that is none
-        parts = host = None
-    if parts is None or parts.scheme != "http" or not host or not url.isprintable() or " " in url or not port:
+        scheme, host, user, port = "", None, None, 0
+    if scheme != "http" or not host or not url.isprintable() or " " in url or not port:
         raise InputError(f"--url must be like http://127.0.0.1:8000, got {url!a}.")
     if user is not None:
         raise InputError(
