@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import numbers
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -31,10 +31,12 @@ def is_integer(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Compared, since an integer of hundreds of digits has no float.
-    return (
-        isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    )
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def _is_text(value: Any) -> bool:
