@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import itertools
 import os
 import pathlib
@@ -83,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows ? for the rest
     options.secret = list(dict.fromkeys(options.secret))
     try:
         _check_options(options, arguments)
@@ -432,9 +435,14 @@ def _shown(plan: Plan, rendered: Rendered) -> str:
 def _start(plan: Plan, rendered: Rendered) -> int:
     """Writes the files, runs the command in the folder of the code and waits for it."""
     _require(plan.secrets)
-    (CODE / plan.out / "logs").mkdir(parents=True, exist_ok=True)
-    for path, text in rendered.files.items():
-        (CODE / path).write_text(text, encoding="utf-8")
+    try:
+        (CODE / plan.out / "logs").mkdir(parents=True, exist_ok=True)
+        for path, text in rendered.files.items():
+            (CODE / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename} cannot be written: {error.strerror}. Choose another folder with --out."
+        ) from None
     print(f"# {plan.summary()}\n# files and logs: {plan.out}", flush=True)
     for note in rendered.notes:
         print(f"# {note}", flush=True)
