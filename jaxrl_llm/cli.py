@@ -780,9 +780,11 @@ def _new_file(path: str, option: str, suffix: str) -> pathlib.Path:
 
     check_path(path, option)
     file = pathlib.Path(path)
-    if file.suffix != suffix or file.is_dir():
+    if file.suffix != suffix or os.path.isdir(file):
         raise InputError(f"{option} {path}: give the name of a {suffix} file.")
-    if not file.parent.is_dir():
+    if len(os.fsencode(file.name)) > 255:
+        raise InputError(f"{option}: the name of the file is longer than 255 bytes. Give a shorter one.")
+    if not os.path.isdir(file.parent):
         raise InputError(f"{option} {path}: there is no folder {file.parent}. Make it, or choose another.")
     return file
 

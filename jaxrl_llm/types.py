@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.ops.support import support_fault
+
 __all__ = [
     "LearnerState",
     "LossOutput",
@@ -339,6 +341,12 @@ class TokenBatch:
                 f"from_rows: support_ids must be [{B}, {T}, K], the tokens that each one was drawn from, filled up with "
                 f"-1; got shape {jnp.shape(support)}."
             )
+        if support is not None:
+            if not any(isinstance(x, jax.core.Tracer) for x in (support, tokens, mask)):
+                fault = support_fault(np.asarray(support), np.asarray(tokens), np.asarray(mask))
+                if fault is not None:
+                    raise ValueError(f"from_rows: {fault}.")
+            on_demand["support_ids"] = jnp.asarray(support, jnp.int32) if jnp.shape(support)[2] else None
         for name in ("logprob_proximal", "logprob_reference", "logprob_teacher", "advantage", "value"):
             if on_demand.get(name) is not None:
                 on_demand[name] = rows(name, on_demand[name], floating, ((B,), (B, T)))

@@ -27,6 +27,12 @@ LEAST_GRACE = 120  # seconds: a snapshot of a large model takes a minute
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUCKET = re.compile(r"gs://(?P<name>[a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(?P<prefix>[A-Za-z0-9._/=-]*))?")
+_EXTRAS = re.compile(r"[A-Za-z0-9._-]+(?:,[A-Za-z0-9._-]+)*")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z0-9]+")
+_KUBERNETES_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_MOST_SLICES = 1000
+_MOST_GRACE = 86_400  # seconds
+_MOST_RESTARTS = 1_000_000
 _CAPACITIES = ("on-demand", "spot", "reserved")
 
 
@@ -47,6 +53,8 @@ class Bucket:
         found = _BUCKET.fullmatch(text)
         if found is None:
             raise LaunchError(f"--bucket {text}: write gs://NAME or gs://NAME/FOLDER.")
+        if ".." in (found["prefix"] or "").split("/"):
+            raise LaunchError(f"--bucket {text}: a folder of a bucket is written without '..'.")
         return cls(found["name"], (found["prefix"] or "").strip("/"))
 
     def __str__(self) -> str:
@@ -107,8 +115,8 @@ class Plan:
             raise LaunchError(
                 f"--name {self.name}: at most 40 lower-case letters, digits and hyphens, beginning with a letter."
             )
-        if self.slices < 1:
-            raise LaunchError(f"--slices {self.slices}: at least 1.")
+        if not 1 <= self.slices <= _MOST_SLICES:
+            raise LaunchError(f"--slices {self.slices}: at least 1, at most {_MOST_SLICES}.")
         if self.slices > 1 and self.slice.hosts == 1:
             raise LaunchError(
                 f"--slices {self.slices} of {self.slice}: several slices work together only where each has several hosts. "
@@ -118,8 +126,19 @@ class Plan:
             raise LaunchError(
                 f"--grace {self.grace}: at least {LEAST_GRACE} seconds on a slice, for the snapshot that is saved at the end."
             )
-        if self.max_restarts < 0:
-            raise LaunchError(f"--max-restarts {self.max_restarts}: at least 0.")
+        if self.grace > _MOST_GRACE:
+            raise LaunchError(f"--grace {self.grace}: at most {_MOST_GRACE} seconds, a day.")
+        if not 0 <= self.max_restarts <= _MOST_RESTARTS:
+            raise LaunchError(f"--max-restarts {self.max_restarts}: at least 0, at most {_MOST_RESTARTS}.")
+        if self.zone is not None and not _ZONE.fullmatch(self.zone):
+            raise LaunchError(f"--zone {self.zone}: write a zone of Google Cloud, such as us-east5-b.")
+        if not _EXTRAS.fullmatch(self.extras):
+            raise LaunchError(f"--extras {self.extras}: names with commas between them, such as tpu,serve.")
+        for option, value in (("--namespace", self.namespace), ("--queue", self.queue)):
+            if value is not None and not _KUBERNETES_NAME.fullmatch(value):
+                raise LaunchError(
+                    f"{option} {value}: at most 63 lower-case letters, digits and hyphens, as Kubernetes names things."
+                )
         if self.capacity not in _CAPACITIES:
             raise LaunchError(f"capacity {self.capacity}: one of {', '.join(_CAPACITIES)}.")
         check_variables(self.env, self.secrets)
@@ -181,9 +200,13 @@ class Rendered:
 
 def check_variables(env: Sequence[tuple[str, str]], secrets: Sequence[str]) -> None:
     """Raises LaunchError for names that no variable has, and for secrets given as plain values."""
-    for name in (*(name for name, _ in env), *secrets):
-        if not _VARIABLE.fullmatch(name):
-            raise LaunchError(f"{name!r} is not the name of an environment variable.")
+    for option, name in (*(("--env", name) for name, _ in env), *(("--secret", name) for name in secrets)):
+        if not _VARIABLE.fullmatch(name) or secret_like("", name):
+            # Not shown: a value may have been written where its name is wanted.
+            raise LaunchError(
+                f"{option}: what was given is not the name of an environment variable: letters, digits and _, not beginning "
+                "with a digit" + (", and no value after it." if option == "--secret" else ".")
+            )
     for name, value in env:
         if secret_like(name, value):
             raise LaunchError(
@@ -201,21 +224,39 @@ def secret_like(name: str, value: str) -> bool:
     return (redact.secret_key(name) and bool(value)) or redact.redact_text(value, {}) != value
 
 
-def check_no_secrets(plan: Plan, rendered: Rendered, environment: Mapping[str, str]) -> None:
-    """Raises LaunchError when a file or the command line would hold the value of a secret variable."""
+def secret_values(environment: Mapping[str, str], secrets: Sequence[str]) -> list[tuple[str, str]]:
+    """(variable, text that must not be shown), longest first: values of secret variables, and the lines of long ones."""
     redact = load_redact()
-    values = {
-        name: value
+    found = [
+        (name, text)
         for name, value in environment.items()
-        if len(value) >= SHORTEST_SECRET and (name in plan.secrets or redact.secret_key(name))
-    }
-    for where, text in (*rendered.files.items(), ("the command line", "\n".join(rendered.start))):
-        for name, value in values.items():
+        if name in secrets or redact.secret_key(name)
+        for text in {value, *value.splitlines()}
+        if len(text) >= SHORTEST_SECRET
+    ]
+    return sorted(found, key=lambda pair: len(pair[1]), reverse=True)
+
+
+def check_texts(
+    texts: Sequence[tuple[str, str]], secrets: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Raises LaunchError when a text, (where it stands, text), holds the value of a secret variable."""
+    for name, value in secret_values(environment, secrets):
+        for where, text in texts:
             if value in text:
                 raise LaunchError(
                     f"{where} would hold the value of ${name}, which is a secret. Give it by name only, with --secret {name}; "
                     "nothing was written."
                 )
+
+
+def check_no_secrets(plan: Plan, rendered: Rendered, environment: Mapping[str, str]) -> None:
+    """Raises LaunchError when a file or the command line would hold the value of a secret variable."""
+    # The plan as well as what was made of it, where quotes and line ends may be written in another way.
+    given = [("the command", word) for word in plan.command]
+    given += [(f"--env {name}", value) for name, value in plan.env]
+    made = (*rendered.files.items(), ("the command line", "\n".join(rendered.start)))
+    check_texts((*given, *made), plan.secrets, environment)
 
 
 def default_name(text: str) -> str:

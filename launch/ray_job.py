@@ -57,7 +57,7 @@ def render(plan: Plan) -> Rendered:
         f"  start)\n    {others['delete']} >/dev/null 2>&1 || true\n    {shlex.join(submit)}\n    ;;\n"
         f"  follow) {shlex.join(['ray', 'job', 'logs', '--follow', *address, plan.name])} ;;\n"
         f"  stop) {others['stop']} ;;\n"
-        f'  *) echo "usage: bash {plan.out}/launch.sh [start|follow|stop]" >&2; exit 2 ;;\n'
+        f"  *) echo {shlex.quote(f'usage: bash {plan.out}/launch.sh [start|follow|stop]')} >&2; exit 2 ;;\n"
         "esac\n"
     )
     notes = ["the hosts of the cluster need the package's dependencies; the code is copied"]

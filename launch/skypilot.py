@@ -44,7 +44,7 @@ def render(plan: Plan) -> Rendered:
         f"  start) {shlex.join([*launch, path])} ;;\n"
         f"  follow) {shlex.join(['sky', 'jobs', 'logs', '--name', plan.name])} ;;\n"
         f"  stop) {shlex.join(['sky', 'jobs', 'cancel', '--yes', '--name', plan.name])} ;;\n"
-        f'  *) echo "usage: bash {plan.out}/launch.sh [start|follow|stop]" >&2; exit 2 ;;\n'
+        f"  *) echo {shlex.quote(f'usage: bash {plan.out}/launch.sh [start|follow|stop]')} >&2; exit 2 ;;\n"
         "esac\n"
     )
     return Rendered(

@@ -140,7 +140,8 @@ class _Worker:
         show: Callable[[str, str], str],
     ):
         self.name = name
-        self._file: IO[str] | None = None
+        # Opened first: a worker that was started is not left alone because its log cannot be written.
+        self._file: IO[str] | None = None if log is None else _opened(log)
         try:
             # A session of its own: Ctrl-C reaches it through the supervisor only, once; and all it starts can be killed.
             self.process = subprocess.Popen(
@@ -152,9 +153,8 @@ class _Worker:
                 start_new_session=True,
             )
         except OSError as error:
+            self._close_file()
             raise ValueError(f"{command[0]} cannot be started: {error.strerror}.") from None
-        if log is not None:
-            self._file = log.open("a", encoding="utf-8")
         self._show = show
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -205,6 +205,20 @@ class _Worker:
             self._file = None
 
 
+def _opened(log: pathlib.Path) -> IO[str]:
+    try:
+        return log.open("a", encoding="utf-8")
+    except OSError as error:
+        raise _no_logs(log, error) from None
+
+
+def _no_logs(path: pathlib.Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"{path}: the logs of the workers cannot be written there: {error.strerror}. Give another folder with --logs, or "
+        "another run folder."
+    )
+
+
 def supervise(settings: Settings, environment: Mapping[str, str] | None = None) -> int:
     """Runs the workers to their end, with restarts. Must be called in the main thread.
 
@@ -213,12 +227,15 @@ def supervise(settings: Settings, environment: Mapping[str, str] | None = None) 
       75 when it was told to stop and every worker ended for that reason or with 0.
 
     Raises:
-      ValueError: the command cannot be started.
+      ValueError: the command cannot be started, or its logs cannot be written.
     """
     base = dict(os.environ if environment is None else environment)
     show = _printer(settings, base)
     if settings.logs is not None:
-        settings.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            settings.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _no_logs(settings.logs, error) from None
     with _Signals() as signals:
         for attempt in range(settings.max_restarts + 1):
             code = _attempt(settings, base, signals, show)

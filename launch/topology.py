@@ -126,7 +126,8 @@ def parse_slice(text: str, *, chips_per_host: int | None = None) -> Slice:
       ValueError: there is no such slice; the message lists those that there are.
     """
     found = re.fullmatch(
-        r"(?P<name>[a-z0-9]+)(?:-(?P<number>\d+)|:(?P<shape>\d+(?:x\d+){1,2}))", text.strip().lower()
+        r"(?P<name>[a-z0-9]+)(?:-(?P<number>[0-9]{1,9})|:(?P<shape>[0-9]{1,9}(?:x[0-9]{1,9}){1,2}))",
+        text.strip().lower(),
     )
     names = {kind.api: name for name, kind in GENERATIONS.items()} | {name: name for name in GENERATIONS}
     if found is None or found["name"] not in names:
@@ -164,6 +165,7 @@ def _chips(shape: str) -> int:
 def _checked_shape(name: str, kind: Generation, shape: str) -> str:
     """The shape, if the generation has it: a small one of the table, or up to `largest` chips with axes that grow."""
     axes = [int(axis) for axis in shape.split("x")]
+    shape = "x".join(map(str, axes))  # 04x4x4
     if kind.dimensions == 2:
         if shape in kind.shapes.values():
             return shape

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
+import itertools
 import os
 import pathlib
 import shlex
@@ -33,9 +35,11 @@ from launch.plan import (  # noqa: E402
     Plan,
     Rendered,
     check_no_secrets,
+    check_texts,
     check_variables,
     default_name,
     secret_like,
+    secret_values,
 )
 from launch.supervise import Settings, command_of, environment_of, load_redact, supervise  # noqa: E402
 from launch.topology import Slice, parse_slice  # noqa: E402
@@ -49,6 +53,29 @@ BACKENDS: Mapping[str, Callable[[Plan], Rendered]] = {
     "skypilot": skypilot.render,
     "ray": ray_job.render,
 }
+# Options that other backends have no use for.
+_USED_BY: Mapping[str, tuple[str, ...]] = {
+    "logs": ("here",),
+    **dict.fromkeys(
+        ("name", "out", "spot", "reserved", "reservation", "slices", "chips_per_host"), tuple(BACKENDS)
+    ),
+    "keep": ("queued-resources", "gke-jobset", "xpk"),
+    "project": ("queued-resources", "xpk"),
+    "zone": ("queued-resources", "xpk", "skypilot"),
+    "extras": ("queued-resources", "skypilot"),
+    "runtime_version": ("queued-resources", "skypilot"),
+    "service_account": ("queued-resources", "gke-jobset"),
+    "network": ("queued-resources",),
+    "cluster": ("xpk",),
+    "namespace": ("gke-jobset", "xpk"),
+    "queue": ("gke-jobset",),
+    "storage": ("xpk",),
+    "build": ("gke-jobset", "xpk"),
+    "address": ("ray",),
+}
+# These backends refuse the option themselves, and say what to do instead.
+_SAY_MORE = (("build", "queued-resources"), ("build", "skypilot"), ("zone", "ray"))
+_MOST_PROCESSES = 256  # of this machine
 _HOSTS_OF_FOUR = ("xpk",)  # where eight chips are always two hosts
 
 
@@ -57,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:cut])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII alone shows ? for the rest
+    options.secret = list(dict.fromkeys(options.secret))
     try:
+        _check_options(options, arguments)
         command, run = _command(options, arguments[cut + 1 :])
         if options.backend == "here":
             return _here(options, command, run)
@@ -73,8 +104,47 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise LaunchError(alone[0])
         return _start(plan, rendered)
     except ValueError as error:
-        print(f"tpu_run: {load_redact().hide_credentials(str(error))}", file=sys.stderr)
+        text = load_redact().hide_credentials(str(error))
+        for _, value in secret_values(os.environ, options.secret):
+            text = text.replace(value, load_redact().REDACTED)
+        print(f"tpu_run: {text}", file=sys.stderr)
         return 2
+
+
+def _check_options(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """Raises LaunchError for texts that no file or script can hold, and for options that would be ignored."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise LaunchError(f"{argument!a}: not UTF-8. Give it in UTF-8.") from None
+        if "\0" in argument:
+            raise LaunchError(
+                f"{argument!a}: holds the character NUL, which no command line can. Leave it out."
+            )
+    defaults = _parser().parse_args([])
+    for key, value in vars(options).items():
+        option = f"--{key.replace('_', '-')}"
+        texts = value if isinstance(value, list) else [value]
+        if "" in texts:
+            raise LaunchError(f"{option}: the text is empty. Give one, or leave the option out.")
+        if key in ("config", "env", "set", "secret"):
+            continue  # a line end may be part of a value
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
+            raise LaunchError(
+                f"{option} {value!a}: holds a line end or another character that is not printed."
+            )
+        if isinstance(value, str) and secret_like("", value):
+            raise LaunchError(
+                f"{option}: this holds a secret, which would be written into files and command lines. Leave it out"
+                + (", and set RAY_API_SERVER_ADDRESS instead." if key == "address" else ".")
+            )
+        if key in _USED_BY and options.backend not in _USED_BY[key] and value != getattr(defaults, key):
+            if (key, options.backend) in _SAY_MORE:
+                continue
+            raise LaunchError(
+                f"{option}: --backend {options.backend} has no use for it; it is for {', '.join(_USED_BY[key])}."
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,13 +227,18 @@ def _command(options: argparse.Namespace, given: list[str]) -> tuple[tuple[str, 
             raise LaunchError(
                 f"--run {folder}: with --bucket, give a folder in the bucket, such as --run {default_name(folder)}."
             )
+        if ".." in pathlib.PurePosixPath(folder).parts:
+            raise LaunchError(f"--run {folder}: with --bucket, the run folder lies in it; leave out '..'.")
         folder = f"{MOUNT}/{folder}"
     if given:
         if options.config or options.set or folder:
             raise LaunchError(
                 "--config, --set and --run are for jaxrl; with a command of your own after --, write them there."
             )
-        for argument in given:
+        if not given[0]:
+            raise LaunchError("the command after -- begins with an empty word. Give the program to run.")
+        pairs = [f"{word} {then}" for word, then in itertools.pairwise(given) if word.startswith("--")]
+        for argument in (*given, *pairs):  # --api-key=… and --api-key …
             if secret_like("", argument):
                 raise LaunchError(
                     "the command after -- holds a secret. Pass it in a variable, with --secret NAME."
@@ -176,7 +251,7 @@ def _command(options: argparse.Namespace, given: list[str]) -> tuple[tuple[str, 
             "give the run folder with --run DIR. The same command on the same folder goes on where it stopped."
         )
     config = pathlib.Path(options.config)
-    if not config.is_file():
+    if not os.path.isfile(config):  # also False for a name that no file can have
         raise LaunchError(f"--config {config}: there is no such file.")
     if options.backend != "here":
         config = config.resolve()
@@ -189,7 +264,8 @@ def _command(options: argparse.Namespace, given: list[str]) -> tuple[tuple[str, 
     for item in options.set:
         key, equals, value = item.partition("=")
         if not equals or not key:
-            raise LaunchError(f"--set {item}: write KEY=VALUE.")
+            shown = "…" if secret_like("", item) else item
+            raise LaunchError(f"--set {shown}: write KEY=VALUE.")
         if secret_like(key, value):
             raise LaunchError(
                 f"--set {key}=…: this looks like a secret, which others could read in the command line. Pass it in a variable, with "
@@ -214,6 +290,7 @@ def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     for item in options.env:
         name, equals, value = item.partition("=")
         if not equals:
+            check_variables(((name, ""),), ())  # before it is shown
             raise LaunchError(f"--env {name}: write NAME=VALUE; a secret goes by name, with --secret {name}.")
         out[name] = value
     check_variables(tuple(out.items()), options.secret)
@@ -228,6 +305,10 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         raise LaunchError(
             "--tpu, --bucket and --image are for machines elsewhere; choose one with --backend."
         )
+    if options.num_processes > _MOST_PROCESSES:
+        raise LaunchError(
+            f"--num-processes {options.num_processes}: at most {_MOST_PROCESSES} on one machine."
+        )
     logs = options.logs or (f"{run}/logs" if run is not None else "runs/logs")
     settings = Settings(
         command=command,
@@ -240,6 +321,9 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         secrets=tuple(options.secret),
     )
     variables = dict(_variables(options))
+    texts = [("the command", word) for word in command]
+    texts += [(f"--env {name}", value) for name, value in variables.items()]
+    check_texts(texts, settings.secrets, os.environ)
     alone = _alone(command, settings.processes)
     if options.dry_run:
         print("".join(f"# {note}\n" for note in alone), end="")
@@ -279,9 +363,10 @@ def _plan(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         )
     if options.spot + options.reserved + bool(options.reservation) > 1:
         raise LaunchError("--spot, --reserved and --reservation: choose one.")
-    per_host = options.chips_per_host or (
-        4 if options.backend in _HOSTS_OF_FOUR and options.tpu.endswith(("-8", ":2x4")) else None
-    )
+    per_host = options.chips_per_host
+    if per_host is None and options.backend in _HOSTS_OF_FOUR:
+        asked = _slice(options.tpu, None)
+        per_host = 4 if asked.chips == 8 and asked.chips_per_host == 8 else None
     name = options.name or default_name(options.run or command[0])
     return Plan(
         name=name,
@@ -330,6 +415,9 @@ def _out(text: str) -> str:
     path = (CODE / text).resolve()
     if not path.is_relative_to(CODE) or path == CODE:
         raise LaunchError(f"--out {text}: it must lie in {CODE}.")
+    for folder in (path, *path.parents):
+        if folder.exists() and not folder.is_dir():
+            raise LaunchError(f"--out {text}: {folder} is a file. Choose a folder.")
     return path.relative_to(CODE).as_posix()
 
 
@@ -347,9 +435,14 @@ def _shown(plan: Plan, rendered: Rendered) -> str:
 def _start(plan: Plan, rendered: Rendered) -> int:
     """Writes the files, runs the command in the folder of the code and waits for it."""
     _require(plan.secrets)
-    (CODE / plan.out / "logs").mkdir(parents=True, exist_ok=True)
-    for path, text in rendered.files.items():
-        (CODE / path).write_text(text, encoding="utf-8")
+    try:
+        (CODE / plan.out / "logs").mkdir(parents=True, exist_ok=True)
+        for path, text in rendered.files.items():
+            (CODE / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{error.filename} cannot be written: {error.strerror}. Choose another folder with --out."
+        ) from None
     print(f"# {plan.summary()}\n# files and logs: {plan.out}", flush=True)
     for note in rendered.notes:
         print(f"# {note}", flush=True)

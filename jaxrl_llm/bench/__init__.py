@@ -28,14 +28,18 @@ def run_bench(
     Returns:
       The figures of `bench_rollout`, `bench_update` or `bench_objectives`; for an iteration the first two, prefixed,
       with their sum. The one-minute load average is in it, since a busy machine measures itself.
+
+    Raises:
+      InputError: sizes or recipes that are not possible; told before a model is loaded.
     """
-    from jaxrl_llm.bench.objectives import bench_objectives
-    from jaxrl_llm.bench.rollout import bench_rollout, ragged_lengths
+    from jaxrl_llm.bench.objectives import bench_objectives, check_recipes
+    from jaxrl_llm.bench.rollout import bench_rollout, check_work, ragged_lengths
     from jaxrl_llm.bench.update import bench_update
     from jaxrl_llm.errors import InputError
     from jaxrl_llm.models.load import load_model
 
     sizes = {"prompts": prompts, "group": group, "new-tokens": new_tokens, "prompt-tokens": prompt_tokens}
+    sizes |= {"micro-batch-rows": micro_batch_rows, "repeats": repeats}
     for name, value in sizes.items():
         if value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}.")
@@ -43,6 +47,10 @@ def run_bench(
         raise InputError(
             f"--shortest-tokens goes with `jaxrl bench rollout` and `jaxrl bench compare`, not with {what}."
         )
+    if recipes and what != "objectives":
+        raise InputError(f"--recipes goes with `jaxrl bench objectives`, not with {what}.")
+    check_recipes(recipes)
+    check_work(prompts, group, prompt_tokens + new_tokens)
     lengths = None
     if shortest_tokens is not None:
         lengths = ragged_lengths(prompts * group, shortest_tokens, new_tokens)

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxrl_llm.bench.rollout import ragged_lengths, synthetic_prompts
+from jaxrl_llm.bench.rollout import check_work, ragged_lengths, synthetic_prompts
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
@@ -162,6 +162,7 @@ def compare(
     for name in names:
         if name not in peers:
             raise InputError(f"no peer {name!r}.{did_you_mean(name, peers)} Known: {', '.join(peers)}.")
+    check_work(prompts, group, prompt_tokens + new_tokens)
     rows = prompts * group
     shortest = max(1, new_tokens // 8) if shortest_tokens is None else shortest_tokens
     lengths = {"even": [new_tokens] * rows, "ragged": ragged_lengths(rows, shortest, new_tokens)}
@@ -312,13 +313,18 @@ def _look(contender: Contender, python: str) -> _Found:
     command = [python, "-c", _LOOK, json.dumps([contender.modules, contender.packages])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # ValueError: a name that no file has
         raise InputError(
             f"{python} cannot be run: {error}. Give the path of a Python interpreter."
         ) from error
     if done.returncode:
         raise InputError(f"{python} is no Python that the peers can run in: {_tail(done.stderr)}")
-    return _Found(*json.loads(done.stdout))
+    try:
+        return _Found(*json.loads(done.stdout))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"{python} is no Python that the peers can run in: it printed {_tail(done.stdout)!r} where a list was expected."
+        ) from None
 
 
 def _with_openmp(library: str | None) -> dict[str, str]:

@@ -25,11 +25,16 @@ def split_url(url: str) -> tuple[str, int]:
     """
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-    except ValueError:  # a port that is none
-        host, port = None, 0
-    if parts.scheme != "http" or not host:
+        scheme, host, user = parts.scheme, parts.hostname, parts.username
+        port = 80 if parts.port is None else parts.port
+    except ValueError:  # a port, or an address in brackets, that is none
+        scheme, host, user, port = "", None, None, 0
+    if scheme != "http" or not host or not url.isprintable() or " " in url or not port:
         raise InputError(f"--url must be like http://127.0.0.1:8000, got {url!a}.")
+    if user is not None:
+        raise InputError(
+            "--url holds a user or password, which the server does not know. Give its key by JAXRL_API_KEY."
+        )
     return host, port
 
 

@@ -29,10 +29,19 @@ from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.transforms import needs, takes_pairs
 from jaxrl_llm.types import TokenBatch
 
-__all__ = ["bench_objectives", "comparable_recipes"]
+__all__ = ["bench_objectives", "check_recipes", "comparable_recipes"]
 
 _ARGUMENTS: dict[str, dict[str, Any]] = {"dr_grpo": {"limit": 128}}  # those that have no default
 _OTHER_STEPS = {"trpo"}  # the learner step is not an update with an optimiser
+
+
+def check_recipes(names: Sequence[str]) -> None:
+    """Raises InputError for recipes that are not known or cannot be compared."""
+    known = comparable_recipes()
+    if wrong := [name for name in names if name not in known]:
+        raise InputError(
+            f"bench objectives: {', '.join(wrong)} cannot be compared. Comparable: {', '.join(known)}."
+        )
 
 
 def comparable_recipes() -> list[str]:
@@ -82,12 +91,8 @@ def bench_objectives(
     Raises:
       InputError: an unknown recipe, or one whose update is of another kind.
     """
-    known = comparable_recipes()
-    if wrong := [name for name in names if name not in known]:
-        raise InputError(
-            f"bench objectives: {', '.join(wrong)} cannot be compared. Comparable: {', '.join(known)}."
-        )
-    chosen = list(names or known)
+    check_recipes(names)
+    chosen = list(names or comparable_recipes())
     config = dataclasses.replace(config, dtype=dtype)
     optimizer = make_optimizer(1e-6)
     bare = synthetic_batch(config, rows, tokens, prompt_tokens, group=min(8, rows))

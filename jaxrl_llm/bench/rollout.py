@@ -26,13 +26,25 @@ from jaxrl_llm.models.params import init_params
 from jaxrl_llm.sampler import Sampler, SamplerStats, SamplingParams, prepare_for_sampling
 from jaxrl_llm.types import Prompt
 
-__all__ = ["bench_rollout", "ragged_lengths", "rollout_work", "synthetic_prompts"]
+__all__ = ["bench_rollout", "check_work", "ragged_lengths", "rollout_work", "synthetic_prompts"]
+
+
+_MOST_TOKENS = 10**9  # of a benchmark
 
 
 def synthetic_prompts(vocab_size: int, prompts: int, prompt_tokens: int) -> np.ndarray:
     """Random token ids, the same at each call: i32[prompts, prompt_tokens]."""
     rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, (prompts, prompt_tokens)).astype(np.int32)
+
+
+def check_work(prompts: int, group: int, tokens: int) -> None:
+    """Raises InputError where the tokens of all rows are more than any machine measures."""
+    if prompts * group * tokens > _MOST_TOKENS:
+        raise InputError(
+            f"--prompts {prompts} x --group {group} rows of {tokens} tokens are more than the {_MOST_TOKENS:,} tokens that are "
+            "measured at most. Take fewer."
+        )
 
 
 def ragged_lengths(rows: int, shortest: int, longest: int) -> list[int]:

@@ -84,9 +84,10 @@ def bench_serve(
     Raises:
       InputError: arguments that cannot be, a model that cannot be loaded, or no server at `url`.
     """
-    if not 0 < minutes < 1e6 or not 0 < max_growth < 1e6 or clients < 1 or queue < 0:
+    if not 0 < minutes < 1e6 or not 0 < max_growth < 1e6 or not 1 <= clients <= 4096 or queue < 0:
         raise InputError(
-            "--minutes and --max-growth must be positive, --clients at least 1, --queue not negative."
+            "--minutes and --max-growth must be positive, --clients between 1 and 4096, --queue not negative; got "
+            f"{minutes:g}, {max_growth:g}, {clients} and {queue}."
         )
     place = None if url is None else split_url(url)
     from jaxrl_llm.assembly import configured_model

@@ -360,6 +360,14 @@ def head_output(
         widths = [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, widths, constant_values=fill) if padding else x
 
+    if support is not None and (
+        support.ndim != 3 or support.shape[:2] != (B, T) or not jnp.issubdtype(support.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"head_output: support must be integers [{B}, {T}, S], got {support.dtype}{list(support.shape)}."
+        )
+    if support is not None and not support.shape[2]:  # lists without a place name nothing: the vocabulary
+        support = None
     wide = jnp.promote_types(dtype, jnp.float32)
     if listed is not None and find:
         raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")

@@ -17,11 +17,11 @@ import numpy as np
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.simulate import Lengths, lognormal_lengths
 
-__all__ = ["Source", "drawn_from", "limited", "read_lengths", "summary"]
+__all__ = ["MOST_TOKENS", "Source", "drawn_from", "limited", "read_lengths", "summary"]
 
 Source = Callable[[int], Lengths]  # seed -> lengths
 
-_MOST_TOKENS = 10**9
+MOST_TOKENS = 10**9  # of a sample
 
 
 def drawn_from(values: np.ndarray) -> Source:
@@ -34,7 +34,7 @@ def drawn_from(values: np.ndarray) -> Source:
     return start
 
 
-def _lognormal(median: float, p99: float, max: float = _MOST_TOKENS) -> Source:
+def _lognormal(median: float, p99: float, max: float = MOST_TOKENS) -> Source:
     if not median <= p99 <= max:
         raise InputError(f"median <= p99 <= max is needed, got {median:g}, {p99:g} and {max:g}.")
     return lambda seed: lognormal_lengths(median, p99, most=int(max), seed=seed)
@@ -46,13 +46,13 @@ def _uniform(low: float, high: float) -> Source:
 
     def start(seed: int) -> Lengths:
         rng = np.random.default_rng(seed)
-        return lambda n: rng.integers(int(low), int(high) + 1, size=n)
+        return lambda n: rng.integers(round(low), round(high) + 1, size=n)
 
     return start
 
 
 def _constant(tokens: float) -> Source:
-    return drawn_from(np.array([int(tokens)]))
+    return drawn_from(np.array([round(tokens)]))
 
 
 # name -> (function, arguments that must be given, those that may be)
@@ -105,8 +105,9 @@ def read_lengths(text: str) -> Source:
 
 
 def _checked(value: float) -> float:
-    if not 1 <= value <= _MOST_TOKENS:  # also False for NaN
-        raise InputError(f"a length is between 1 and {_MOST_TOKENS:,} tokens, got {value:g}.")
+    if not 1 <= value <= MOST_TOKENS:  # also False for NaN
+        shown = f"{value:g}" if abs(value) < 1e300 or not isinstance(value, int) else "a larger integer"
+        raise InputError(f"a length is between 1 and {MOST_TOKENS:,} tokens, got {shown}.")
     return value
 
 
@@ -119,7 +120,7 @@ def _lengths_of_file(path: pathlib.Path) -> np.ndarray:
     values: list[Any] = []
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = None
     if isinstance(whole, list):
         values = whole
@@ -130,7 +131,7 @@ def _lengths_of_file(path: pathlib.Path) -> np.ndarray:
                     values.append(json.loads(line)["tokens"])
                 else:
                     values += [float(word) for word in line.replace(",", " ").split()]
-            except (KeyError, ValueError):
+            except (KeyError, ValueError, RecursionError):
                 raise InputError(
                     f"--lengths {path}, line {number}: expected numbers, or a JSON object with tokens, found "
                     f"{line.strip()[:60]!r}."

@@ -5,17 +5,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl, read_metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.planning.lengths import Source, drawn_from
+from jaxrl_llm.planning.lengths import MOST_TOKENS, Source, drawn_from
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.simulate import Fleet, Learner, Lengths, Outcome, simulate
 
-__all__ = ["Calibration", "Record", "calibrate", "planned", "read_run", "simulated"]
+__all__ = ["MOST_SECONDS", "Calibration", "Record", "calibrate", "planned", "read_run", "simulated"]
+
+
+MOST_SECONDS = 1e9  # thirty years
 
 
 def planned(config: Config) -> tuple[Schedule, int]:
@@ -79,7 +84,7 @@ def read_run(folder: pathlib.Path) -> Record:
     """What `jaxrl train` recorded.
 
     Raises:
-      InputError: it is not a run folder, or the run recorded no samples or no train steps.
+      InputError: it is not a run folder, or the run recorded no samples or no train steps, or figures that are none.
     """
     if not os.path.isfile(folder / "config.yaml"):
         raise InputError(
@@ -95,22 +100,50 @@ def read_run(folder: pathlib.Path) -> Record:
     by_step: dict[int, list[int]] = {}
     for sample in read_jsonl(folder / "samples.jsonl"):
         if isinstance(sample.get("version"), int) and isinstance(sample.get("tokens"), int):
+            if sample["tokens"] > MOST_TOKENS:
+                raise InputError(
+                    f"--from {folder}: samples.jsonl has a sample of {str(sample['tokens'])[:20]} tokens; {MOST_TOKENS:,} are "
+                    "the most. Give another run."
+                )
             by_step.setdefault(sample["version"], []).append(max(1, sample["tokens"]))
+    for row in rows:
+        if not isinstance(row.get("version"), int):
+            raise InputError(
+                f"--from {folder}: metrics.jsonl has a train step whose version is {str(row.get('version'))[:40]!r}, not a "
+                "number. Give another run, or --lengths with --decode-seconds and --update-seconds."
+            )
     if missing := [row["version"] for row in rows if row["version"] not in by_step]:
         raise InputError(
             f"--from {folder}: samples.jsonl has no samples of train step {missing[0]}"
             f"{f' and {len(missing) - 1} more' if missing[1:] else ''}. Give another run, or --lengths with "
             "--decode-seconds and --update-seconds."
         )
-    ticks = [row.get("rollout/ticks") for row in rows]
+    ticks = [_figure(folder, row, "rollout/ticks") if "rollout/ticks" in row else None for row in rows]
     return Record(
         folder=str(folder),
         config=config,
         lengths=[np.array(by_step[row["version"]], np.int64) for row in rows],
-        sampling=np.array([row["time/rollout"] for row in rows], np.float64),
-        learning=np.array([row["time/update"] + row.get("time/score", 0.0) for row in rows], np.float64),
+        sampling=np.array([_figure(folder, row, "time/rollout") for row in rows], np.float64),
+        learning=np.array(
+            [
+                sum(_figure(folder, row, key) for key in ("time/update", "time/score") if key in row)
+                for row in rows
+            ],
+            np.float64,
+        ),
         ticks=None if None in ticks else np.array(ticks, np.int64),
     )
+
+
+def _figure(folder: pathlib.Path, row: Mapping[str, Any], key: str) -> float:
+    """A figure of a train step, seconds or a count. Raises InputError."""
+    value = row[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_SECONDS:
+        raise InputError(
+            f"--from {folder}: {key} of train step {row['version']} in metrics.jsonl is {str(value)[:40]!r}; expected a number "
+            f"in [0, {MOST_SECONDS:g}]. Give another run, or --lengths with --decode-seconds and --update-seconds."
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ seconds that are given.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +15,15 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.diagnostics.timeline import Panel
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.planning.lengths import Source, limited, read_lengths, summary
-from jaxrl_llm.planning.recorded import Calibration, Record, calibrate, planned
+from jaxrl_llm.planning.recorded import MOST_SECONDS, Calibration, Record, calibrate, planned
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.simulate import Fleet, Learner, Outcome, simulate
 
 __all__ = ["Chips", "Plan", "Run", "Study", "compared", "figures", "plan_name", "run_plan", "study", "table"]
 
 _MOST_SAMPLES = 100_000_000  # about five minutes
+_MOST_UNDER_WAY = 10_000_000  # samples: a few gigabytes
+_LEAST_SECONDS = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,11 @@ def run_plan(plan: Plan, chips: Chips, source: Source, *, updates: int, seed: in
     if samples > _MOST_SAMPLES:
         raise InputError(
             f"{samples:,} samples are too many to simulate, at most {_MOST_SAMPLES:,} are allowed. Lower --updates."
+        )
+    if (rows := plan.schedule.outstanding * plan.n) > _MOST_UNDER_WAY:
+        raise InputError(
+            f"{plan.name}: {rows:,} samples under way are too many to simulate, at most {_MOST_UNDER_WAY:,} are allowed. Lower "
+            "schedule.max_age, rollout.prompts or rollout.group_size."
         )
     lengths = source(seed)
     outcome = simulate(
@@ -348,8 +354,9 @@ def _times(config: Config, record: Record, notes: list[str]) -> float:
 
 
 def _seconds(value: float, name: str, *, positive: bool = False) -> float:
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    least = _LEAST_SECONDS if positive else 0.0
+    if not least <= value <= MOST_SECONDS:  # also False for NaN
         raise InputError(
-            f"{name}: expected seconds {'above' if positive else 'of at least'} 0, got {value:g}."
+            f"{name}: expected seconds of at least {least:g} and at most {MOST_SECONDS:g}, got {value:g}."
         )
     return value

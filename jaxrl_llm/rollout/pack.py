@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.ops.support import is_left_out
+from jaxrl_llm.ops.support import support_fault
 from jaxrl_llm.types import TokenBatch, Trajectory
 
 __all__ = ["ON_REQUEST", "first_fit", "pack"]
@@ -137,12 +137,8 @@ def _supported(trajectories: Sequence[Trajectory]) -> int:
             raise ValueError(
                 f"{where}: support_ids has the shape {ids.shape} for {len(t.tokens)} tokens; it must be [L, K]."
             )
-        found = (ids == t.tokens[:, None]).any(axis=1) | (ids < 0).all(axis=1) & ~is_left_out(ids, t.tokens)
-        if not found[t.mask].all():
-            raise ValueError(
-                f"{where}: token {int(np.flatnonzero(t.mask & ~found)[0])} is not among its support_ids, so that it "
-                "cannot have been drawn from them. Record them with SamplingParams(record_support=K)."
-            )
+        if fault := support_fault(ids, t.tokens, t.mask):
+            raise ValueError(f"{where}: {fault}. Record them with SamplingParams(record_support=K).")
         sizes.append(ids.shape[1])
     return max(sizes)
 

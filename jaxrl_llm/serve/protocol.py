@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import secrets
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -134,7 +134,8 @@ def _boolean(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, since an integer of hundreds of digits has no float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _text(value: Any) -> bool:
@@ -514,7 +515,7 @@ def parse_chat(body: Any, served: Served, limits: Limits) -> Ask:
 
 
 _TEMPLATE_ARGUMENTS = frozenset(
-    "messages template tools default_system add_generation_prompt continue_final_message".split()
+    "self messages template tools default_system add_generation_prompt continue_final_message".split()
 )
 
 

@@ -132,6 +132,16 @@ def _check(settings: Settings, is_loopback: Callable[[str], bool]) -> None:
         raise InputError(
             "the API key is empty; give a secret, or leave the option out to serve this machine only."
         )
+    key = settings.api_key
+    if key is not None and (not key.isprintable() or key != key.strip()):  # not shown: it is a secret
+        raise InputError(
+            "the API key begins or ends with a blank, or holds a line end or another character that is not printed, so that no "
+            "client could send it. Give another; a file that it is read from may end with a line end."
+        )
+    if settings.name is not None and not (settings.name.strip() and settings.name.isprintable()):
+        raise InputError(
+            f"--name {settings.name!a}: give a name of printed characters, or leave the option out."
+        )
     if settings.api_key is None and not is_loopback(settings.host):
         raise InputError(
             f"--host {settings.host} can be reached from other machines, and there is no API key. Set JAXRL_API_KEY or "

@@ -149,6 +149,13 @@ def test_bad_input_is_refused(contender, tmp_path):
     no_python.chmod(0o755)
     with pytest.raises(InputError, match="is no Python that the peers can run in"):
         compare("tiny", **SMALL, peers=peers, peer_python=str(no_python))
+    no_python.write_text("#!/bin/sh\necho hello\n")
+    with pytest.raises(InputError, match="it printed 'hello' where a list was expected"):
+        compare("tiny", **SMALL, peers=peers, peer_python=str(no_python))
+    with pytest.raises(InputError, match="cannot be run"):
+        compare("tiny", **SMALL, peers=peers, peer_python="a\0b")
+    with pytest.raises(InputError, match="Take fewer"):
+        compare("tiny", **(SMALL | {"prompts": 10**12}), peers=peers)
 
 
 def test_a_process_that_hangs_is_ended(contender, monkeypatch):

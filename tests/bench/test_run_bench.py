@@ -24,6 +24,21 @@ SMALL = {
 }
 
 
+@pytest.mark.parametrize(
+    ("what", "changes", "message"),
+    [
+        ("update", {"micro_batch_rows": 0}, "--micro-batch-rows must be at least 1"),
+        ("rollout", {"repeats": -3}, "--repeats must be at least 1"),
+        ("rollout", {"recipes": ("grpo",)}, "--recipes goes with"),
+        ("objectives", {"recipes": ("nope",)}, "nope cannot be compared"),
+        ("rollout", {"prompts": 10**12}, "Take fewer"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_loaded(what, changes, message):
+    with pytest.raises(InputError, match=message):
+        run_bench(what, **(SMALL | {"model": "no such model"} | changes))
+
+
 def test_an_iteration_is_a_rollout_and_an_update():
     out = run_bench("iteration", **SMALL)
     assert out["seconds"] == out["rollout/seconds"] + out["update/seconds"] > 0

@@ -184,7 +184,7 @@ XPK = [
     "--cluster",
     "c",
     "--zone",
-    "z",
+    "us-east5-b",
     *BASE[:2],
     "--run",
     "/r",
@@ -206,7 +206,7 @@ RAY = ["--backend", "ray", *BASE[:2], "--run", "/r", "--tpu", "v6e-16"]
         ([*BASE, "--num-processes", "0"], "at least 1 is needed"),
         ([*BASE, "--tpu", "v6e-16"], "choose one with --backend"),
         ([*BASE, "--env", "A"], "--env A: write NAME=VALUE"),
-        ([*BASE, "--env", "A-B=1"], "'A-B' is not the name of an environment variable"),
+        ([*BASE, "--env", "A-B=1"], "--env: what was given is not the name of an environment variable"),
         ([*BASE, "--env", "A=1", "--secret", "A"], "given with --env and with --secret"),
         ([*QUEUED, "--tpu", "v6e-12"], "--tpu: there is no v6e-12"),
         ([*QUEUED, "--tpu", "v6e-4", "--slices", "2"], "only where each has several hosts"),
@@ -232,7 +232,31 @@ RAY = ["--backend", "ray", *BASE[:2], "--run", "/r", "--tpu", "v6e-16"]
         ([*XPK, "--run", "r", "--bucket", "gs://my-runs"], "Attach the bucket once"),
         ([*SKY, "--slices", "2"], "SkyPilot starts one slice"),
         ([*SKY, "--tpu", "v5p:4x4x12"], "SkyPilot knows accelerator types only"),
-        ([*RAY, "--zone", "z"], "--zone: this is decided where the Ray cluster is made"),
+        (["--config", "c" * 5000, "--run", "t"], "there is no such file"),
+        ([*BASE, "--run", ""], "--run: the text is empty"),
+        ([*BASE, "--run", "a\nb"], "holds a line end"),
+        ([*BASE, "--run", "a\udcffb"], "not UTF-8"),
+        ([*BASE, "--slices", "2"], "--slices: --backend here has no use for it"),
+        ([*BASE, "--num-processes", "100000000"], "at most 256"),
+        (
+            [*QUEUED, "--cluster", "c"],
+            "--cluster: --backend queued-resources has no use for it; it is for xpk",
+        ),
+        ([*QUEUED, "--tpu", "v6e-８"], "is not a TPU slice"),
+        ([*QUEUED, "--tpu", f"v5p-{'9' * 5000}"], "is not a TPU slice"),
+        ([*QUEUED, "--chips-per-host", "0"], "0 chips per host were given"),
+        ([*QUEUED, "--slices", "100000000000"], "at most 1000"),
+        ([*QUEUED, "--grace", "99999999999999999999"], "at most 86400 seconds"),
+        ([*QUEUED, "--max-restarts", "99999999999"], "at most 1000000"),
+        ([*QUEUED, "--zone", "east"], "write a zone of Google Cloud"),
+        ([*QUEUED, "--extras", "tpu]'; x; '["], "names with commas between them"),
+        ([*QUEUED, "--run", "../../etc"], "leave out '..'"),
+        ([*QUEUED, "--bucket", "gs://my-runs/../x"], "without '..'"),
+        ([*QUEUED, "--out", "README.md"], "README.md is a file"),
+        ([*GKE, "--namespace", "My NS"], "--namespace My NS: at most 63 lower-case letters"),
+        ([*GKE, "--queue=--all"], "--queue --all: at most 63 lower-case letters"),
+        (["--tpu", "v6e-8", "--backend", "ray", "--", ""], "begins with an empty word"),
+        ([*RAY, "--zone", "us-east5-b"], "--zone: this is decided where the Ray cluster is made"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(capsys, arguments, message):
@@ -250,14 +274,56 @@ def test_bad_input_is_refused_before_anything_starts(capsys, arguments, message)
         ["--tpu", "v6e-16", "--backend", "skypilot", "--", "train", "--api-key", "sk-abcdefghijklmnopqrst"],
         ["--tpu", "v6e-16", "--backend", "skypilot", "--", "train", f"--note={SECRETS['WANDB_API_KEY']}"],
         [*GKE, "--env", f"NOTE=x{SECRETS['WANDB_API_KEY']}x"],
+        [*BASE, "--env", f"NOTE={SECRETS['WANDB_API_KEY']}"],
+        [*BASE, "--set", f"note={SECRETS['WANDB_API_KEY']}", "--secret", "WANDB_API_KEY"],
+        ["--tpu", "v6e-16", "--backend", "skypilot", "--", "train", "--api-key", "abcdefghijklmnop"],
+        [*GKE, "--env", "sk-abcdefghijklmnop", "--secret", "HF_TOKEN"],
+        [*GKE, "--secret", "sk-abcdefghijklmnop"],
+        [*GKE, "--secret", "HF_TOKEN=abcdefghijklmnop"],
+        [*GKE, "--set", "sk-abcdefghijklmnop", "--secret", "HF_TOKEN"],
+        [*RAY, "--address", "http://me:abcdefghijklmnop@head:8265", "--secret", "HF_TOKEN"],
     ],
 )
 def test_a_secret_that_is_given_as_a_value_is_refused_and_not_repeated(capsys, arguments):
     assert tpu_run.main(["--dry-run", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert "secret" in err and "--secret" in err
+    if "--secret" not in arguments:
+        assert "secret" in err and "--secret" in err
     for value in (*SECRETS.values(), "abcdefghijklmnop", "0123456789"):
         assert value not in out + err
+
+
+@pytest.mark.parametrize("value", ['it\'s a "secret" $x \\ é', "first line of it\nsecond line of it\n"])
+@pytest.mark.parametrize("backend", ["here", "queued-resources", "gke-jobset", "skypilot", "ray"])
+def test_a_secret_is_found_however_it_would_be_quoted(capsys, monkeypatch, backend, value):
+    monkeypatch.setenv("HF_TOKEN", value)
+    given = {"here": BASE, "queued-resources": QUEUED, "gke-jobset": GKE, "skypilot": SKY, "ray": RAY}[
+        backend
+    ]
+    for leak in (value, *value.splitlines()):
+        for arguments in (["--env", f"NOTE={leak}"], ["--set", f"note=x{leak}"]):
+            assert tpu_run.main(["--dry-run", *given, *arguments]) == 2
+            out, err = capsys.readouterr()
+            assert out == "" and "the value of $HF_TOKEN" in err
+
+
+def test_a_folder_with_signs_of_the_shell_is_text_in_the_scripts(capsys, tmp_path):
+    odd = "runs/a'b\"c $(touch pwned) `touch pwned`"
+    for backend, given in (("skypilot", SKY), ("ray", RAY)):
+        files = files_of(dry_run(capsys, backend, [*given[2:], "--out", odd]))
+        (tmp_path / "launch.sh").write_text(files[f"{odd}/launch.sh"])
+        result = subprocess.run(
+            ["bash", "launch.sh", "unknown"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 2 and f"bash {odd}/launch.sh" in result.stderr
+        assert not (tmp_path / "pwned").exists()
+
+
+def test_a_slice_is_the_same_however_it_is_written(capsys):
+    for usual, other in (("v5p:4x4x8", " V5P:04x04x008"), ("v6e-8", "V6E-8 ")):
+        xpk = ["--cluster", "c", "--image", "i", "--zone", "us-east5-b", "--name", "n", "--tpu"]
+        shown = [dry_run(capsys, "xpk", [*xpk, tpu, "--", "python", "x.py"]) for tpu in (usual, other)]
+        assert shown[0] == shown[1]
 
 
 def test_a_secret_must_be_set_where_it_is_used(capsys, monkeypatch):

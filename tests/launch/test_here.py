@@ -229,6 +229,32 @@ def test_a_terminal_that_knows_ascii_only(start):
     assert code == 0 and "[worker-0] reward ? 1" in output
 
 
+def test_logs_that_cannot_be_written_are_bad_input_and_nothing_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "logs" / "worker-0.log").mkdir(parents=True)
+    for logs in (tmp_path / "file", tmp_path / "file" / "logs", tmp_path / "logs"):
+        result = subprocess.run(
+            [sys.executable, TPU_RUN, "--logs", logs, "--", "touch", str(tmp_path / "ran")],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert result.returncode == 2
+        assert "the logs of the workers cannot be written there" in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_dry_run_on_a_terminal_that_knows_ascii_only():
+    result = subprocess.run(
+        [sys.executable, TPU_RUN, "--dry-run", "--env", "NOTE=é", "--", "true"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+    )
+    assert result.returncode == 0 and "NOTE='?'" in result.stdout
+
+
 def test_a_command_that_is_not_there_is_bad_input(tmp_path):
     result = subprocess.run(
         [sys.executable, TPU_RUN, "--logs", tmp_path, "--", str(tmp_path / "no such program")],

@@ -298,8 +298,8 @@ XPK_OPTIONS = """--workload --cluster --zone --project --tpu-type --num-slices -
 
 def test_xpk_gets_options_that_it_has():
     for plan in (
-        Plan(name="j", slice=parse_slice("v5p:4x4x12"), command=("x",), image="i", cluster="c", zone="z", capacity="spot"),
-        Plan(name="j", slice=parse_slice("v6e-16"), slices=2, command=("x",), image="i", cluster="c", zone="z", project="p",
+        Plan(name="j", slice=parse_slice("v5p:4x4x12"), command=("x",), image="i", cluster="c", zone="us-east5-b", capacity="spot"),
+        Plan(name="j", slice=parse_slice("v6e-16"), slices=2, command=("x",), image="i", cluster="c", zone="us-east5-b", project="p",
              namespace="n", capacity="reserved", reservation="r", storage=("s", "t"), env=(("A", "1"),)),
     ):  # fmt: skip
         words = xpk.workload_command(plan)
@@ -307,7 +307,14 @@ def test_xpk_gets_options_that_it_has():
         assert {word for word in words if word.startswith("--")} <= set(XPK_OPTIONS)
         assert words[-1].startswith("cd /app && exec python3 launch/supervise.py --grace 120 ")
     assert "v5p-4x4x12" in xpk.workload_command(
-        Plan(name="j", slice=parse_slice("v5p:4x4x12"), command=("x",), image="i", cluster="c", zone="z")
+        Plan(
+            name="j",
+            slice=parse_slice("v5p:4x4x12"),
+            command=("x",),
+            image="i",
+            cluster="c",
+            zone="us-east5-b",
+        )
     )
 
 

@@ -208,6 +208,20 @@ def test_memory_and_the_program_without_support():
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda h, w: total(h, w, None), (0, 1)))(h, w))
 
 
+def test_supports_that_are_none():
+    h, w, ones = jnp.ones((1, 2, 3)), jnp.ones((3, 4)), jnp.ones((1, 2))
+    target = jnp.zeros((1, 2), jnp.int32)
+
+    def head(support):
+        return head_output(h, w, target, ones, ones > 0, dtype="float32", support=support).logprob
+
+    np.testing.assert_array_equal(head(jnp.zeros((1, 2, 0), jnp.int32)), head(None))
+    assert first_left_out(jnp.zeros((1, 2, 0), jnp.int32), 4).tolist() == [[4, 4]]
+    for wrong in (jnp.zeros((1, 2, 3)), jnp.zeros((1, 2), jnp.int32), jnp.zeros((2, 1, 3), jnp.int32)):
+        with pytest.raises(ValueError, match="support must be integers"):
+            head(wrong)
+
+
 def test_codes_of_what_is_left_out():
     codes = left_out([9, 3, 8, 0], 10)
     assert codes.tolist() == [-2, -5, -2 - 2**30 - 8]  # 0 and 3, and all from 8 on
@@ -219,6 +233,8 @@ def test_codes_of_what_is_left_out():
     assert np.flatnonzero(found[0]).tolist() == [0, 3, 8, 9] and not np.any(found[1:])
     with pytest.raises(ValueError, match=r"token ids must lie in \[0, 10\), got \[10\]"):
         left_out([10], 10)
+    with pytest.raises(ValueError, match="at least one must be left"):
+        left_out(range(10), 10)
 
 
 def test_a_token_that_is_left_out_has_no_probability_and_no_gradient():

@@ -71,6 +71,12 @@ def test_what_is_no_distribution(text, parts):
         assert part in str(error.value)
 
 
+def test_parts_of_a_token_are_rounded_as_those_in_a_file_are(tmp_path):
+    (tmp_path / "lengths").write_text("1.9")
+    for text in ("constant:tokens=1.9", "uniform:low=1.8,high=2.2", str(tmp_path / "lengths")):
+        np.testing.assert_array_equal(read_lengths(text)(0)(5), 2)
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -82,6 +88,9 @@ def test_what_is_no_distribution(text, parts):
         (b"[3, true]", "number 2: 'True' is not a number"),
         (b'{"tokens": [1]}', "number 1: '[1]' is not a number"),
         (b"\xff\xfe\x00", "cannot be read"),
+        (b"[" + b"9" * 400 + b"]", "got a larger integer"),
+        (b"[" * 100_000, "line 1: expected numbers"),
+        (b'{"tokens":' + b"[" * 100_000, "line 1: expected numbers"),
     ],
 )
 def test_files_that_hold_no_lengths(tmp_path, content, message):

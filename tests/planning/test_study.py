@@ -121,6 +121,44 @@ def test_runs_that_say_too_little(recorded, make, message):
 # ------------------------------------------------------------------------------------- studies
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"time/rollout": "fast"}, "time/rollout of train step 3 in metrics.jsonl is 'fast'"),
+        ({"time/update": None}, "time/update of train step 3"),
+        ({"time/score": float("nan")}, "time/score of train step 3"),
+        ({"time/rollout": -1}, "time/rollout of train step 3"),
+        ({"time/rollout": 1e308}, "time/rollout of train step 3"),
+        ({"rollout/ticks": "x"}, "rollout/ticks of train step 3"),
+        ({"version": None}, "whose version is 'None'"),
+        ({"version": [1]}, "whose version is '"),
+    ],
+)
+def test_figures_of_a_run_that_are_none(recorded, change, message):
+    with pytest.raises(InputError, match="--from") as error:
+        read_run(recorded(changes={3: change}))
+    assert message in str(error.value)
+
+
+def test_a_sample_of_a_run_that_is_longer_than_any(recorded):
+    folder = recorded()
+    with (folder / "samples.jsonl").open("a") as out:
+        out.write(json.dumps({"version": 1, "tokens": 10**30}) + "\n")
+    with pytest.raises(InputError, match="1,000,000,000 are the most"):
+        read_run(folder)
+
+
+def test_a_schedule_with_too_many_samples_under_way():
+    with pytest.raises(InputError, match="samples under way are too many"):
+        study(
+            config(schedule={"max_age": 10**9}),
+            lengths="constant:tokens=6",
+            decode_seconds=1.0,
+            update_seconds=1.0,
+            updates=1,
+        )
+
+
 def test_equal_lengths_by_hand():
     """Two rounds of 6 steps in 4 slots for 8 samples, then an update: on the same chips, and on 2 more."""
     given = {"lengths": "constant:tokens=6", "decode_seconds": 0.5, "swap_seconds": 1.0, "updates": 5}
@@ -194,9 +232,15 @@ def test_speeds_and_lengths_of_a_run_are_taken_unless_given(recorded):
         ({"seed": -1}, "--seed: expected"),
         ({"learner_chips": 0, "split": True}, "--learner-chips: expected"),
         ({"learner_chips": 2}, "without --split"),
-        ({"decode_seconds": 0.0}, "--decode-seconds: expected seconds above 0"),
+        ({"decode_seconds": 0.0}, "--decode-seconds: expected seconds of at least 1e-09"),
+        ({"decode_seconds": 5e-324}, "--decode-seconds: expected seconds of at least 1e-09"),
+        ({"decode_seconds": 1e308}, "at most 1e\\+09, got 1e\\+308"),
+        ({"update_seconds": float("inf")}, "--update-seconds: expected"),
         ({"update_seconds": -1.0}, "--update-seconds: expected seconds of at least 0"),
-        ({"swap_seconds": float("nan")}, "--swap-seconds: expected seconds of at least 0, got nan"),
+        (
+            {"swap_seconds": float("nan")},
+            "--swap-seconds: expected seconds of at least 0 and at most 1e\\+09, got nan",
+        ),
         ({"lengths": None}, "--lengths: not given"),
         ({"update_seconds": None, "decode_seconds": None}, "--decode-seconds, --update-seconds: not given"),
         ({"updates": 2**30}, "too many to simulate"),

@@ -44,7 +44,7 @@ def test_integers_of_numpy_are_integers():
         {"stop": ""}, {"stop": ("",)}, {"stop": None}, {"stop": 3}, {"stop": (1,)}, {"stop": b"x"}, {"stop": "\ud800"},
         {"seed": 1.5}, {"seed": "x"}, {"seed": None},
         {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": -1}, {"temperature": 1e-9},
-        {"temperature": "1"}, {"temperature": None}, {"temperature": True},
+        {"temperature": "1"}, {"temperature": None}, {"temperature": True}, {"temperature": 10**400},
         {"top_p": 0}, {"top_p": 1.5}, {"top_p": math.nan}, {"top_p": "x"}, {"top_p": None},
         {"top_k": -1}, {"top_k": 1.5}, {"top_k": None}, {"top_k": 2**40},
         {"min_p": 2}, {"min_p": math.nan}, {"min_p": None},

@@ -279,9 +279,13 @@ def test_what_goes_on_after_its_end_is_told():
 
 def test_addresses():
     assert split_url("http://localhost:81/v1") == ("localhost", 81)
-    for bad in ("localhost:81", "https://localhost", "http://", "http://h:port"):
+    odd = ("http://[::1", "http://a b:1", "http://a\nb", "http://h:0")
+    for bad in ("localhost:81", "https://localhost", "http://", "http://h:port", *odd):
         with pytest.raises(InputError, match="--url must be like"):
             split_url(bad)
+    with pytest.raises(InputError, match="JAXRL_API_KEY") as error:
+        split_url("http://me:pa55word@localhost")
+    assert "pa55word" not in str(error.value)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -407,6 +411,7 @@ def test_pages_that_a_killed_client_keeps_are_told(scripted, loading, monkeypatc
 def test_what_is_wrong_with_the_arguments_is_told(capsys):
     for arguments, message in (
         (["--minutes", "0"], "--minutes and --max-growth must be positive"),
+        (["--clients", "5000"], "--clients between 1 and 4096"),
         (["--url", "localhost:8000"], "--url must be like http://127.0.0.1:8000"),
         (["--set", "sampler.slots=4"], "--set changes settings of a config file"),
     ):

@@ -41,6 +41,11 @@ def test_bad_input_is_told_before_anything_is_loaded(refused, tmp_path, monkeypa
         assert "is in use" in refused(TINY_YAML, "--port", taken.getsockname()[1])
     assert "Set JAXRL_API_KEY or --api-key, or serve" in refused(TINY_YAML, "--host", "0.0.0.0")
     assert "the API key is empty; give a secret" in refused(TINY_YAML, "--api-key", "")
+    for key in ("a-secret-key\n", " a-secret-key", "a-secret-\udcff"):
+        message = refused(TINY_YAML, "--api-key", key)
+        assert "no client could send it" in message and "a-secret" not in message
+    for name in ("", " ", "a\nb", "a\udcff"):
+        assert "give a name of printed characters" in refused(TINY_YAML, f"--name={name}")
     assert "not an address of this machine" in refused(TINY_YAML, "--host", "no such host", "--api-key", "k")
     assert "--port must be in [0, 65535]" in refused(TINY_YAML, "--port", "70000")
     assert "must not be negative" in refused(TINY_YAML, "--queue", "-1")
