@@ -32,8 +32,10 @@ __all__ = [
 
 _MIB = 2**20
 # Memory of a process that leaks nothing may grow by so many bytes between two quarters; while it has answered fewer
-# than a thousand requests between them, it still compiles programs, and may grow by the second number.
+# than a thousand requests between them, or in its first minutes, it still compiles programs, and may grow by the
+# second number.
 _NOISE, _NOISE_AT_FIRST = 16 * _MIB, 256 * _MIB
+_FIRST_SECONDS = 120
 _THREADS = 8  # that may come in the second half
 _ROUNDING = 1e-5  # nats: what the log-prob of a certain token may lie above 0
 
@@ -335,7 +337,8 @@ def check_growth(samples: Sequence[Sample], max_growth: float) -> list[str]:
     """Whether memory or threads grew while the load went on; `max_growth` is in MiB a thousand requests."""
     out = []
     found = growth(samples)
-    noise = _NOISE if found is not None and found.requests >= 1000 else _NOISE_AT_FIRST
+    settled = found is not None and found.requests >= 1000 and samples[-1].seconds >= _FIRST_SECONDS
+    noise = _NOISE if settled else _NOISE_AT_FIRST
     if found is not None and found.bytes > noise + max_growth * _MIB * found.requests / 1000:
         out.append(
             f"memory grew by {found.bytes / _MIB:.1f} MiB from the second to the last quarter, "

@@ -212,11 +212,11 @@ def test_growth_is_that_of_the_last_quarter_over_the_second():
 
 
 def test_memory_and_threads_that_grow_are_told():
-    def grown(mib, requests, threads=(9, 9)):
+    def grown(mib, requests, threads=(9, 9), seconds=160):
         """Growth by so many MiB while so many requests are answered, between the middles of the two quarters."""
         samples = [
             Sample(
-                seconds=float(t),
+                seconds=t * seconds / 40,
                 requests=requests * (t > 20),
                 resident=2.0**20 * (100 + mib * (t > 20)),
                 threads=threads[t > 20],
@@ -229,6 +229,7 @@ def test_memory_and_threads_that_grow_are_told():
     assert grown(16, 1000) == grown(115, 100_000) == grown(255, 900) == grown(-50, 5000) == ""
     assert "grew by 20.0 MiB" in grown(20, 1000) and "20.00 MiB a thousand requests" in grown(20, 1000)
     assert "beyond 16 MiB" in grown(117, 100_000) and "beyond 256 MiB" in grown(300, 900)
+    assert grown(200, 5000, seconds=24) == "" != grown(400, 5000, seconds=24)  # it still compiles
     assert grown(0, 1000, threads=(9, 17)) == grown(0, 1000, threads=(None, None)) == ""
     assert "up to 18 in the second" in grown(0, 1000, threads=(9, 18))
 
