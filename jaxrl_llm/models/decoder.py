@@ -150,13 +150,15 @@ def forward(
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
     """
-    context = (rope_tables(config, positions), visible_tokens(segments))
+    context = (rope_tables(config, positions), visible_tokens(segments), positions)
 
     def body(x, layer, context):
-        rope, visible = context
-        return decoder_layer(
-            layer, config, x, rope, lambda q, k, v: (segment_attention(q, k, v, visible), None)
-        )[0]
+        rope, visible, positions = context
+
+        def attend(q, k, v):
+            return segment_attention(q, k, v, visible, config.key_blocks, positions), None
+
+        return decoder_layer(layer, config, x, rope, attend)[0]
 
     x = embed(params, config, tokens)
     if gradient_sums is not None:
