@@ -41,6 +41,11 @@ class Train:
     """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
     resume: bool = False
     """Go on from the newest snapshot of the run folder."""
+    workers: int = 0
+    """Processes that sample while this one trains, as Ray actors (extra [ray]), on this machine or on the cluster that
+    RAY_ADDRESS names; 0: this process samples. Their number changes no figure of the run."""
+    worker_resources: str = "CPU=1"
+    """With --workers: what Ray reserves for each, for example TPU=4,CPU=8."""
     overrides: _Overrides = ()
     """Override a setting, for example --set optimizer.learning_rate=1e-6; may be repeated."""
 
@@ -503,9 +508,17 @@ def _train(args: Train) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
+    from jaxrl_llm.fleet.workers import Workers
     from jaxrl_llm.train import train
 
-    return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+    return train(
+        config,
+        run,
+        resume=args.resume,
+        overrides=args.overrides,
+        invocation=args.config,
+        workers=Workers(args.workers, args.worker_resources) if args.workers else None,
+    )
 
 
 def _replay(args: ReplaySpan) -> int:

@@ -60,6 +60,8 @@ from jaxrl_llm.diagnostics.metrics import LedgerWriter, MetricsWriter, SamplesWr
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet.stream import FleetStream
+from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
@@ -473,11 +475,15 @@ class BaseRun(abc.ABC):
         """Goes on with what was under way when a snapshot was saved; None: nothing was."""
         return
 
+    def close(self) -> None:
+        """Ends what would outlive the run."""
+        return
+
 
 class Run(BaseRun):
     """A run of reinforcement learning, built and checked before anything is compiled."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool, workers: Workers | None = None):
         objective = build_objective(config.objective)
         if takes_pairs(objective):
             raise InputError(
@@ -499,6 +505,8 @@ class Run(BaseRun):
             )
         schedule = schedule_of(config)
         sampling_params(config, task)  # refuses what contradicts itself
+        if workers is not None:
+            check_fleet(config, workers)
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
         check_memory(
@@ -520,8 +528,20 @@ class Run(BaseRun):
         )
         super().__init__(config, folder, objective, model)
         self.stream = None
-        if schedule is not None:
+        if workers is not None:
+            self.stream = fleet_stream(
+                config,
+                workers,
+                folder,
+                self.policy.sampler,
+                self.sampling,
+                self.source,
+                self.judge,
+                self.warnings,
+            )
+        elif schedule is not None:
             self.stream = Stream(self.make_engine, self.source, self.judge, self.sampling, schedule)
+        if schedule is not None:
             self.ratios_by_age = make_ratios_by_age(min(schedule.max_age, 8))
         self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
         if self.scorer is not None:
@@ -545,7 +565,12 @@ class Run(BaseRun):
             greedy_too="baseline_reward" in self.needed,
         )
 
-    stream: Stream | None = None  # of an asynchronous run
+    stream: Stream | FleetStream | None = None  # of an asynchronous run, or of one with a fleet
+
+    def close(self) -> None:
+        """Ends the workers of a fleet."""
+        if isinstance(self.stream, FleetStream):
+            self.stream.close()
 
     def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
         """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
@@ -600,7 +625,9 @@ class Run(BaseRun):
                 "ones, which a synchronous run would lose. Resume with max_age of at least 1."
             )
 
-    def streamed(self, stream: Stream, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
+    def streamed(
+        self, stream: Stream | FleetStream, on_progress: Any
+    ) -> tuple[list[Trajectory], dict[str, float]]:
         """The next batch of an asynchronous run, with its figures."""
 
         def progress(done: int) -> None:
@@ -712,6 +739,7 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] = (),
     invocation: str = "",
+    workers: Workers | None = None,
 ) -> int:
     """Runs or resumes a training run.
 
@@ -721,6 +749,7 @@ def train(
       resume: go on from the newest usable snapshot of the folder, with the config that is stored there.
       overrides: the `--set` overrides of this call, which also apply to a resumed run.
       invocation: name of the config file, for the message that says how to resume.
+      workers: that sample in processes of their own; None: this one samples.
 
     Returns:
       0 when all steps are done, 75 when it was stopped with a snapshot saved.
@@ -728,7 +757,8 @@ def train(
     Raises:
       InputError: something is wrong with the input; nothing expensive was started.
     """
-    return session(Run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
+    make_run = Run if workers is None else functools.partial(Run, workers=workers)
+    return session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
 
 
 def session(
@@ -795,7 +825,7 @@ def _session(
         for note in run.notes:
             display.note(note)
         write_run_info(folder)
-        with run.snapshots, StopRequest() as stop:
+        with contextlib.closing(run), run.snapshots, StopRequest() as stop:
             if resume:
                 run.restore()
                 write_config(folder, config)  # with the overrides of this call, now that nothing refused them
