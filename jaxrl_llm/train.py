@@ -61,7 +61,7 @@ from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.stream import FleetStream
-from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream
+from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_transport
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
@@ -508,6 +508,7 @@ class Run(BaseRun):
         if workers is not None:
             check_fleet(config, workers)
         prepare_folder(folder, config, resume=resume)
+        transport = None if workers is None else open_transport(config, workers)
         model = configured_model(config)
         check_memory(
             config,
@@ -528,10 +529,11 @@ class Run(BaseRun):
         )
         super().__init__(config, folder, objective, model)
         self.stream = None
-        if workers is not None:
+        if workers is not None and transport is not None:
             self.stream = fleet_stream(
                 config,
                 workers,
+                transport,
                 folder,
                 self.policy.sampler,
                 self.sampling,

@@ -60,12 +60,12 @@ class Assignments:
         group.attempt, group.worker, group.since = group.attempt + 1, worker, now
         return Assignment(number, group.attempt, group.version, group.prompt)
 
-    def answer(self, number: int, attempt: int) -> Verdict:
+    def answer(self, number: int, attempt: int, worker: str) -> Verdict:
         """What an answer is worth; an accepted one ends the group. One of a group that was forgotten is a duplicate."""
         group = self._groups.get(number)
         if group is None or (group.answered and attempt == group.attempt):
             return "duplicate"
-        if group.answered or attempt != group.attempt or group.worker is None:
+        if group.answered or attempt != group.attempt or worker != group.worker:
             return "late"
         group.worker, group.answered = None, True
         return "accepted"

@@ -83,6 +83,7 @@ class Event:
     attempt: int | None = None
     version: int | None = None  # of the weights it is about
     reissued: int = 0  # prompts that went back to be given to others
+    step: int = 0  # train steps done when it was noticed
 
 
 @dataclasses.dataclass
@@ -251,7 +252,7 @@ class Fleet:
             self._lose(name, "invalid_answer", problem, **about)
             return
         taken = self._assignments.waited(answer.number, self._attended)
-        verdict = self._assignments.answer(answer.number, answer.attempt)
+        verdict = self._assignments.answer(answer.number, answer.attempt, name)
         if verdict != "accepted":
             what = "has been given to another worker" if verdict == "late" else "has been answered"
             self._tell(Event(f"{verdict}_answer", name, f"{name} answered {uid}, which {what}", **about))
@@ -436,4 +437,4 @@ class Fleet:
     def _tell(self, event: Event) -> None:
         self._counts[event.kind] += 1
         if self._report is not None:
-            self._report(event)
+            self._report(dataclasses.replace(event, step=max(self._packages, default=0)))

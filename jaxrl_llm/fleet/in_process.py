@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from typing import Any
 
 from jaxrl_llm.fleet.messages import Gone, Ready, Reply, Request
-from jaxrl_llm.fleet.worker import Worker
+from jaxrl_llm.fleet.worker import Engines, Worker
+from jaxrl_llm.sampler.base import SamplingParams
 
 __all__ = ["InProcess"]
 
@@ -14,14 +15,18 @@ __all__ = ["InProcess"]
 class InProcess:
     """A `Transport` that loses nothing."""
 
-    def __init__(self, make_worker: Callable[[], Worker]):
-        self._make_worker = make_worker
+    def __init__(self) -> None:
+        self._arguments: tuple[Any, ...] = ()
         self._workers: dict[str, Worker] = {}
         self._replies: list[tuple[str, Reply]] = []
 
+    def employ(self, sampler: Engines, sampling: SamplingParams, rows: int) -> None:
+        """See `Transport`."""
+        self._arguments = (sampler, sampling, rows)
+
     def start(self, worker: str) -> None:
         """See `Transport`."""
-        self._workers[worker] = self._make_worker()
+        self._workers[worker] = Worker(*self._arguments)
         self._replies.append((worker, Ready()))
 
     def stop(self, worker: str) -> None:

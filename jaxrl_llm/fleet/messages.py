@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl_llm.sampler.base import Completion
+from jaxrl_llm.sampler.base import Completion, SamplingParams
 from jaxrl_llm.types import Prompt
 
 __all__ = [
@@ -132,6 +132,9 @@ Reply = Ready | Held | Refused | Answer | Failed | Gone
 
 class Transport(Protocol):
     """Starts workers and carries messages. Nothing here may block for long or raise because a worker is gone."""
+
+    def employ(self, sampler: Any, sampling: SamplingParams, rows: int) -> None:
+        """What every worker is made of, see `fleet.worker.Worker`; called once, before `start`."""
 
     def start(self, worker: str) -> None:
         """Begins to start a worker; it says Ready when it runs. Names are never used twice."""

@@ -112,55 +112,59 @@ class _Host:
 class RayActors:
     """A `Transport` over Ray: one actor a worker, weights through Ray's object store."""
 
-    def __init__(
-        self,
-        sampler: Engines,
-        sampling: SamplingParams,
-        rows: int,
-        *,
-        size: int,
-        resources: Mapping[str, float],
-        store_bytes: int,
-    ):
-        """
+    def __init__(self, size: int, resources: Mapping[str, float], store_bytes: int):
+        """Connects to Ray. Where it is not running and RAY_ADDRESS names no cluster, one is started on this machine,
+        and ended by `close`; best before JAX has threads, since Ray forks.
+
         Args:
-          sampler, sampling, rows: of each `Worker`; the sampler is sent to it, it holds no weights.
           size: workers that are expected.
           resources: of each worker, by Ray's name.
-          store_bytes: of weights that are outstanding at a time, for the object store of a cluster that is started
-            here.
-
-        Where Ray is not running and RAY_ADDRESS names no cluster, one is started on this machine and ended by `close`.
+          store_bytes: of weights that are outstanding at a time, for the object store of a cluster that is started.
         """
         self._ray = ray = check_ray()
-        self._arguments = (sampler, sampling, rows)
         self._mine = not ray.is_initialized()
-        options = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
+        others = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
         self._options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0),
             "num_gpus": resources.get("GPU", 0),
-            "resources": options,
+            "resources": others,
             "max_restarts": 0,
         }
-        if not (options or resources.get("GPU")) and os.environ.get("JAX_PLATFORMS") != "cpu":
+        if not (others or resources.get("GPU")) and os.environ.get("JAX_PLATFORMS") != "cpu":
             # A worker without an accelerator of its own must not take the learner's.
             self._options["runtime_env"] = {"env_vars": {"JAX_PLATFORMS": "cpu"}}
         if self._mine:
-            quiet: dict[str, Any] = dict(include_dashboard=False, log_to_driver=False, logging_level="error")
+            options: dict[str, Any] = dict(
+                include_dashboard=False, log_to_driver=False, logging_level="error"
+            )
             if not os.environ.get("RAY_ADDRESS"):
-                quiet |= {
+                options |= {
                     "num_cpus": max(1, round(size * resources.get("CPU", 0))),
                     "object_store_memory": max(100_000_000, int(1.2 * store_bytes)),
                 }
-                if options:
-                    quiet["resources"] = {name: size * value for name, value in options.items()}
-            ray.init(**quiet)
+                if others:
+                    options["resources"] = {name: size * value for name, value in others.items()}
+            try:
+                ray.init(**options)
+            except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+                where = os.environ.get("RAY_ADDRESS")
+                what = (
+                    f"the cluster at RAY_ADDRESS={where} cannot be reached"
+                    if where
+                    else "Ray cannot be started here"
+                )
+                raise InputError(f"--workers: {what}: {_short(error)}") from error
         self._class = ray.remote(concurrency_groups={"post": 1, "fetch": 1})(_Host)
+        self._arguments: tuple[Any, ...] = ()
         self._actors: dict[str, Any] = {}
         self._fetches: dict[Any, str] = {}  # reference -> worker
         self._hellos: dict[Any, str] = {}
         self._at: dict[str, tuple[str, int]] = {}  # node and process of a worker that runs
         self._packages: dict[int, Any] = {}  # reference by version
+
+    def employ(self, sampler: Engines, sampling: SamplingParams, rows: int) -> None:
+        """What each `Worker` is made of; the sampler is sent to it, it holds no weights."""
+        self._arguments = (sampler, sampling, rows)
 
     def start(self, worker: str) -> None:
         """See `Transport`."""
@@ -238,4 +242,4 @@ class RayActors:
 
 def _short(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:200]} … {text[-200:]}"
+    return text if len(text) <= 250 else f"{text[:250]}…"

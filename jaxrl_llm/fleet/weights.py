@@ -28,7 +28,8 @@ def pack(params: Any, version: int) -> Package:
     """
     leaves = named_leaves(params)
     records = leaf_records(leaves)
-    if jax.tree.structure(nest(leaves, "")) != jax.tree.structure(params):
+    rebuilt: Any = jax.tree.structure(nest(leaves, ""))
+    if rebuilt != jax.tree.structure(params):
         raise ValueError("fleet: parameters must be nested dicts of arrays.")
     copies = {name: np.array(leaf).reshape(-1).view(np.uint8) for name, leaf in leaves.items()}
     return Package(version, fingerprint_of(records), records, copies)

@@ -14,17 +14,17 @@ import jax
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet.dispatcher import Event, Fleet, Patience
+from jaxrl_llm.fleet.dispatcher import FAULTS, Event, Fleet, Patience
 from jaxrl_llm.fleet.in_process import InProcess
 from jaxrl_llm.fleet.messages import Transport
 from jaxrl_llm.fleet.ray_actors import RayActors, check_ray, parse_resources
 from jaxrl_llm.fleet.stream import FleetStream
-from jaxrl_llm.fleet.worker import Worker
+from jaxrl_llm.models.load import config_of
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.rollout.stream import Judge, Schedule
 from jaxrl_llm.sampler import Sampler, SamplingParams
 
-__all__ = ["EVENTS", "Workers", "check_fleet", "fleet_stream"]
+__all__ = ["EVENTS", "Workers", "check_fleet", "fleet_stream", "open_transport"]
 
 EVENTS = "fleet.jsonl"  # in the run folder: what happened to the workers, a line each
 
@@ -36,8 +36,7 @@ class Workers:
     number: int
     resources: str = "CPU=1"  # of each, by Ray's names
     patience: Patience = dataclasses.field(default_factory=Patience)
-    # What carries the messages to workers that are made so; None: Ray
-    transport: Callable[[Callable[[], Worker]], Transport] | None = None
+    transport: Callable[[], Transport] | None = None  # makes what carries the messages; None: Ray
 
     @classmethod
     def in_process(cls) -> Workers:
@@ -66,16 +65,31 @@ def check_fleet(config: Config, workers: Workers) -> None:
             f"--workers: schedule.over_generation is {s.over_generation}, but which samples of a prompt end first depends on "
             "the worker. Set schedule.over_generation=0."
         )
-    if jax.process_count() > 1:
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise InputError(f"--workers needs a learner of one process; this one has {jax.process_count()}.")
     if workers.transport is None:
         parse_resources(workers.resources)
         check_ray()
 
 
+def open_transport(config: Config, workers: Workers) -> Transport:
+    """What will carry the messages: for Ray, its cluster. Before the model is loaded, see `RayActors`.
+
+    Raises:
+      InputError: no such model.
+    """
+    if workers.transport is not None:
+        return workers.transport()
+    model = config_of(config.model.source, config.model.dtype)
+    specs = jax.tree.leaves(parameter_specs(model), is_leaf=lambda x: isinstance(x, ParamSpec))
+    size = 4 * sum(math.prod(spec.shape) for spec in specs)
+    return RayActors(workers.number, parse_resources(workers.resources), (2 + config.schedule.max_age) * size)
+
+
 def fleet_stream(
     config: Config,
     workers: Workers,
+    transport: Transport,
     folder: pathlib.Path,
     sampler: Sampler,
     sampling: SamplingParams,
@@ -86,6 +100,7 @@ def fleet_stream(
     """The stream of a run with a fleet, whose workers begin to start.
 
     Args:
+      transport: of `open_transport`.
       folder: of the run; gets fleet.jsonl.
       sampler, sampling: of the workers.
       source, judge: see `FleetStream`.
@@ -99,29 +114,16 @@ def fleet_stream(
         swap="drain",
         max_drops=r.refill_rounds * r.prompts,
     )
-    rows = -(-schedule.outstanding // workers.number) * sampling.per_prompt
 
     def report(event: Event) -> None:
         line = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
         with open(folder / EVENTS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line | dataclasses.asdict(event)) + "\n")
-        if event.kind not in ("joined", "left"):
+        if event.kind in FAULTS:
             again = f" {event.reissued} prompts go to others." if event.reissued else ""
-            warnings.append(f"Fleet: {event.kind.replace('_', ' ')}: {event.message}.{again}")
+            warnings.append(f"Fleet: {event.kind.replace('_', ' ')}: {event.message.rstrip('.')}.{again}")
 
-    if workers.transport is not None:
-        transport = workers.transport(lambda: Worker(sampler, sampling, rows))
-    else:
-        specs = jax.tree.leaves(parameter_specs(sampler.config), is_leaf=lambda x: isinstance(x, ParamSpec))
-        size = sum(4 * math.prod(spec.shape) for spec in specs)
-        transport = RayActors(
-            sampler,
-            sampling,
-            rows,
-            size=workers.number,
-            resources=parse_resources(workers.resources),
-            store_bytes=(2 + s.max_age) * size,
-        )
+    transport.employ(sampler, sampling, -(-schedule.outstanding // workers.number) * sampling.per_prompt)
     fleet = Fleet(
         transport,
         workers.number,
