@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -57,6 +58,24 @@ def parse_resources(text: str) -> dict[str, float]:
             )
         found[name] = amount
     return found
+
+
+def _check_address(address: str | None) -> None:
+    """Raises InputError for an address that cannot be used or that nobody listens at; Ray would try for minutes."""
+    if address is None or address in ("", "auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise InputError(
+            f"--workers: RAY_ADDRESS={address} is not HOST:PORT of a cluster. Run on one of its machines, with the address that "
+            "`ray start` printed, or unset it to start Ray here."
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(
+            f"--workers: nobody answers at RAY_ADDRESS={address} ({error}). Start the cluster, or unset it to start Ray here."
+        ) from None
 
 
 class _Host:
@@ -123,6 +142,9 @@ class RayActors:
         """
         self._ray = ray = check_ray()
         self._mine = not ray.is_initialized()
+        address = os.environ.get("RAY_ADDRESS")
+        if self._mine:
+            _check_address(address)
         others = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
         self._options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0),
@@ -137,7 +159,7 @@ class RayActors:
             options: dict[str, Any] = dict(
                 include_dashboard=False, log_to_driver=False, logging_level="error"
             )
-            if not os.environ.get("RAY_ADDRESS"):
+            if address in (None, "", "local"):
                 options |= {
                     "num_cpus": max(1, round(size * resources.get("CPU", 0))),
                     "object_store_memory": max(100_000_000, int(1.2 * store_bytes)),

@@ -1,20 +1,18 @@
 """Whole runs with a fleet: the same as one process, through faults, stops and replays; and with Ray's processes."""
 
 import functools
+import json
 import os
-import random
+import pathlib
 import shutil
-import signal
 
 import jax
 import pytest
-from fleet.standins import PATIENCE, Chaos, damaged
-from runs import TINY_YAML, figures, learned_something, params, run_to_the_end
+from fleet.standins import PATIENCE, Chaos
+from runs import TINY_YAML, figures, in_a_process, learned_something, params, run_to_the_end
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl
-from jaxrl_llm.fleet.messages import Load, Work
-from jaxrl_llm.fleet.ray_actors import RayActors
 from jaxrl_llm.fleet.workers import EVENTS, Workers
 from jaxrl_llm.replay import replay
 from jaxrl_llm.train import Run, session, train
@@ -112,55 +110,20 @@ def test_a_disturbed_fleet_a_stop_and_another_size_change_nothing(local, tmp_pat
     same(alone, local)
 
 
-class Killing(RayActors):
-    """Kills the process of one worker right after it was given prompts, stops another's, damages weights once."""
-
-    def __init__(self):
-        super().__init__(3, {"CPU": 1.0}, 0)
-        self.works, self.loads, self.harmed, self.processes = 0, 0, {}, set()
-
-    def receive(self, timeout):
-        replies = super().receive(timeout)
-        self.processes |= set(self._at.values())
-        return replies
-
-    def send(self, worker, request):
-        if isinstance(request, Load):
-            self.loads += 1
-            if self.loads == 1:
-                self.harmed["refused_weights"] = worker
-                bad = damaged(request.package, "flip", random.Random(0))
-                actor = self._actors[worker]
-                actor.load.options(concurrency_group="post").remote(self._ray.put(bad), request.attempt)
-                return
-        super().send(worker, request)
-        if isinstance(request, Work):
-            self.works += 1
-            kind, number = ("died", signal.SIGKILL) if "died" not in self.harmed else ("hung", signal.SIGSTOP)
-            if self.works >= 3 and kind not in self.harmed and worker not in self.harmed.values():
-                self.harmed[kind] = worker
-                os.kill(self._at[worker][1], number)
-
-
-def test_ray_workers_are_killed_and_stopped_and_nothing_changes(local, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.jax_compilation_cache_dir))
-    transports = []
-
-    def killing():
-        transports.append(Killing())
-        return transports[-1]
-
-    patience = type(PATIENCE)(silence=15.0)
+def test_ray_workers_are_killed_and_stopped_and_nothing_changes(local, tmp_path):
     folder = tmp_path / "ray"
-    assert train(config(), folder, workers=Workers(3, transport=killing, patience=patience)) == 0
+    program = pathlib.Path(__file__).with_name("ray_harm.py")
+    process = in_a_process([str(program), str(folder), str(TINY_YAML), *CONFIG])
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
     same(folder, local)
-    harmed = transports[0].harmed
-    assert set(harmed) == {"refused_weights", "died", "hung"}
-    told = {(event["kind"], event["worker"]) for event in events(folder)}
-    assert told >= set(harmed.items())
+    told = json.loads(output.splitlines()[-1])
+    assert set(told["harmed"]) == {"refused_weights", "died", "hung"}
+    assert {(event["kind"], event["worker"]) for event in events(folder)} >= set(told["harmed"].items())
     rows = figures(folder)[1:]
     assert sum(row["fleet/died"] for row in rows) >= 1 and sum(row["fleet/reissued"] for row in rows) >= 2
     # Nothing of it outlives the run.
-    for _, process in transports[0].processes:
+    assert len(told["processes"]) >= 3
+    for process_id in told["processes"]:
         with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
+            os.kill(process_id, 0)

@@ -1,12 +1,14 @@
 """What a run with a fleet refuses, before anything is loaded, and how workers are described."""
 
+import socket
+
 import pytest
 from runs import TINY_YAML
 
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet.ray_actors import parse_resources
+from jaxrl_llm.fleet.ray_actors import RayActors, parse_resources
 from jaxrl_llm.fleet.workers import Workers, check_fleet
 
 
@@ -44,3 +46,18 @@ def test_the_command_line_refuses_before_it_makes_a_folder(tmp_path, capsys):
     assert ended.value.code == 2
     assert "--workers must be at least 1, got -3" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
+    with socket.socket() as taken:  # bound and not listening, so that nobody answers
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for address, message in (
+            (f"127.0.0.1:{port}", "nobody answers at RAY_ADDRESS=127.0.0.1:"),
+            ("127.0.0.1:99999", "nobody answers at RAY_ADDRESS=127.0.0.1:99999"),
+            ("ray://head:10001", "RAY_ADDRESS=ray://head:10001 is not HOST:PORT"),
+            ("head", "RAY_ADDRESS=head is not HOST:PORT"),
+        ):
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            with pytest.raises(InputError, match=message):
+                RayActors(1, {"CPU": 1.0}, 0)
