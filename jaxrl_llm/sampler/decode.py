@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
+from jaxrl_llm.models.experts import EXACT
 from jaxrl_llm.ops.quantize import Precision, QuantizedMatrix, Stored, quantize_matrix, weight_product
 from jaxrl_llm.sampler.attention import PageAttention, decode_step, init_pages, prefill_step
 from jaxrl_llm.sampler.paged_cache import (
@@ -123,7 +124,7 @@ def _head(params: Any, config: ModelConfig) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(layers: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), layers)
+    return {name: x if name in EXACT else x.astype(dtype) for name, x in layers.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "kind"))
@@ -131,6 +132,7 @@ def _quantize(layers: Any, dtype: str, kind: str) -> Any:
     return {
         name: x.astype(dtype) if x.ndim < 3 else quantize_matrix(x, kind)  # norms have one number a channel
         for name, x in layers.items()
+        if name not in EXACT
     }
 
 
@@ -146,8 +148,9 @@ def prepare_for_sampling(params: Any, config: ModelConfig, weights: Precision = 
     """
     layers = params["layers"]
     if weights != "compute":
-        layers = _quantize(layers, config.dtype, weights)
-    elif any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
+        exact = {name: x for name, x in layers.items() if name in EXACT}
+        layers = _quantize(layers, config.dtype, weights) | exact
+    elif any(x.dtype != jnp.dtype(config.dtype) for name, x in layers.items() if name not in EXACT):
         layers = _cast(layers, config.dtype)
     head = params.get("head")
     if head is None or head.dtype != jnp.dtype(config.logits_dtype):
@@ -205,7 +208,7 @@ def _run_layers(
             attended, after, new = pages.attend(q, k, v, index, carried)
             return attended, (after, new)
 
-        x, (carried, new) = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
+        x, (carried, new), _ = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
         return (x, carried), new
 
     x = embed({"embed": weights.embed}, config, tokens)

@@ -467,7 +467,7 @@ def _rescore(
                 return attended, (k, v)
 
             # As in decoding, keys and values are results too: where they exist in memory they are rounded.
-            out = decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)
+            out = decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)[:2]
             return jax.lax.optimization_barrier(out)[0]
 
         return _over_groups(groups, hidden, x), None
