@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
 
@@ -72,6 +73,7 @@ def make_score(
       micro_batch_rows: rows of one forward pass, a multiple of the shards of the rows; None = all rows.
       chunk: positions of a chunk of the head.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -118,6 +120,7 @@ def make_score_lists(
       ValueError: k is not between 1 and the size of the vocabulary.
     """
     _check_list(config, k)
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -217,6 +220,7 @@ def make_score_teacher(
     """
     if wanted.k:
         _check_list(config, wanted.k)
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -305,8 +309,10 @@ def fill_logprobs(
 
 
 def _read_by_head(batch: TokenBatch) -> TokenBatch:
-    """`always_given` and the support, which is part of what a log-prob is."""
-    return dataclasses.replace(always_given(batch), support_ids=batch.support_ids)
+    """`always_given`, and the support and the routing, which are part of what a log-prob is."""
+    return dataclasses.replace(
+        always_given(batch), support_ids=batch.support_ids, routing_ids=batch.routing_ids
+    )
 
 
 def always_given(batch: TokenBatch) -> TokenBatch:

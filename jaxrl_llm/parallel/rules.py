@@ -35,6 +35,7 @@ DEFAULT_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
 }
 
 
