@@ -29,6 +29,7 @@ __all__ = [
     "forward",
     "head_matrix",
     "head_weight",
+    "pinned",
     "rms_norm",
     "rope_tables",
 ]
@@ -113,6 +114,11 @@ def decoder_layer(
     return x_BTD + product(gated, layer["down"]), carry
 
 
+def pinned(x: Array, sharding: jax.sharding.Sharding | None) -> Array:
+    """x, split as given; None: as XLA likes."""
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
 def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:
     """[B, T, D] in the compute dtype."""
     # Gathered before the cast: the gradient then adds up in the dtype of the parameter.
@@ -138,6 +144,7 @@ def forward(
     *,
     remat: Remat = False,
     gradient_sums: Any = None,
+    rows: jax.sharding.Sharding | None = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -149,16 +156,19 @@ def forward(
         outputs of its products with weights and recomputes the cheap rest.
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
+      rows: how [B, ...] is split over a mesh. Between layers the activations are held to it: left to itself, XLA splits
+        the residual stream as the weights are, and then sums activations over the mesh instead of gathering weights.
     """
     context = (rope_tables(config, positions), visible_tokens(segments))
 
     def body(x, layer, context):
         rope, visible = context
-        return decoder_layer(
+        out, _ = decoder_layer(
             layer, config, x, rope, lambda q, k, v: (segment_attention(q, k, v, visible), None)
-        )[0]
+        )
+        return pinned(out, rows)
 
-    x = embed(params, config, tokens)
+    x = pinned(embed(params, config, tokens), rows)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")

@@ -36,7 +36,7 @@ import numpy as np
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.models.decoder import Remat, forward, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
@@ -325,6 +325,7 @@ def head_output(
     support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
+    rows: jax.sharding.Sharding | None = None,
 ) -> HeadOutput:
     """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
@@ -347,6 +348,7 @@ def head_output(
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
+      rows: how the rows are split over a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
@@ -386,7 +388,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        block(h_BTD, 0),
+        pinned(block(h_BTD, 0), rows),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -443,10 +445,11 @@ def _shifted(
     teacher=None,
     hidden_teacher=None,
     support=None,
+    rows=None,
     **options,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
-    hidden = forward(params, config, tokens, positions, segments, **options)
+    hidden = forward(params, config, tokens, positions, segments, rows=rows, **options)
     wanted = wanted & _continues(segments)
     out = head_output(
         hidden,
@@ -463,6 +466,7 @@ def _shifted(
         support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
+        rows=rows,
     )
     return jax.tree.map(_behind, out)
 
@@ -479,6 +483,7 @@ def policy_output(
     blocks: int = 1,
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
+    rows: jax.sharding.Sharding | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -496,6 +501,7 @@ def policy_output(
       gradient_sums: see `models.decoder.forward`.
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
+      rows: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
@@ -532,18 +538,21 @@ def policy_output(
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
+        rows=rows,
     )
     return PolicyOutput(
         logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
     )
 
 
-def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch) -> Array:
+def hidden_states(
+    params: Any, config: ModelConfig, batch: TokenBatch, rows: jax.sharding.Sharding | None = None
+) -> Array:
     """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
     """
-    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments)
+    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, rows=rows)
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
 
@@ -556,6 +565,7 @@ def likeliest_tokens(
     *,
     chunk: int | None = None,
     blocks: int = 1,
+    rows: jax.sharding.Sharding | None = None,
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
@@ -575,6 +585,7 @@ def likeliest_tokens(
         blocks=blocks,
         find=k,
         support=batch.support_ids,
+        rows=rows,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob
