@@ -48,6 +48,7 @@ from jaxrl_llm.assembly import (
     configured_teacher,
     held_out_items,
     prompt_room,
+    sampler_devices,
     sampling_params,
     schedule_of,
     teacher_config,
@@ -99,6 +100,7 @@ from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resume
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.sampler.base import Completion, SamplerStats
 from jaxrl_llm.sampler.engine import Engine
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.sampler.rescore import ExactScorer
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
@@ -367,8 +369,9 @@ class BaseRun(abc.ABC):
 
     def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
-        config = self.config
+        config, version = self.config, self.version
         begin = time.perf_counter()
+        self.hand_over(version)
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
         if self.exact is not None and "logprob_proximal" in self.needed:
@@ -378,14 +381,15 @@ class BaseRun(abc.ABC):
         if self.ratios_by_age is not None and batch.logprob_proximal is not None:
             moved = self.ratios_by_age(batch)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
-        jax.block_until_ready(batch)
+        if not self.overlaps:
+            jax.block_until_ready(batch)
         scored = time.perf_counter()
         self.state = self.state.replace(objective_state=objective_state)
         updates: list[Any] = []
         masses: list[Any] = []
         for epoch in range(config.learner.epochs):
             # One minibatch needs no order; several are drawn from shuffled rows.
-            key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)
+            key = jax.random.fold_in(jax.random.fold_in(self.state.key, version), epoch)
             shuffle = key if config.learner.minibatches > 1 else None
             for minibatch in minibatches(batch, config.learner.minibatches, shuffle):
                 of_critic: dict[str, Mean] = {}
@@ -402,13 +406,28 @@ class BaseRun(abc.ABC):
                     masses.append((mass, minibatch.trajectory, minibatch.mask))
                 updates.append(metrics | of_critic)
         self.state = self.renew_reference(finish_train_step(self.state))
+        apart = self.meanwhile(version + 1, begin)
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
         self.masses = masses
-        return merge_updates(jax.device_get(updates)) | moved, {
+        sampling = apart.get("time/rollout", 0.0)
+        return merge_updates(jax.device_get(updates)) | moved, apart | {
             "time/score": scored - begin,
-            "time/update": done - scored,
+            "time/update": done - scored - sampling,
         }
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether something is sampled on other devices while updates are computed."""
+        return False
+
+    def hand_over(self, version: int) -> None:
+        """Gives the weights of `version` away before the updates of its train step consume them."""
+        return
+
+    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
+        """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
+        return {}
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
@@ -418,7 +437,10 @@ class BaseRun(abc.ABC):
 
     def renew_reference(self, state: LearnerState) -> LearnerState:
         """The state with the reference that the config wants after this train step."""
-        settings, version = self.config.reference, int(state.version)
+        settings = self.config.reference
+        if not (settings.reset_every or settings.move_every):
+            return state  # without looking at the version, which may not be computed yet
+        version = int(state.version)
         if settings.reset_every and version % settings.reset_every == 0:
             return reset_reference(state, self.optimizer if settings.reset_optimizer else None)
         if settings.move_every and version % settings.move_every == 0:
@@ -497,7 +519,7 @@ class Run(BaseRun):
                 f"learner.minibatches: {config.learner.minibatches} does not divide the {rows} rows of a train step "
                 f"(rollout.prompts {config.rollout.prompts} x rollout.group_size {config.rollout.group_size})."
             )
-        schedule = schedule_of(config)
+        schedule, self.devices = schedule_of(config), sampler_devices(config)
         sampling_params(config, task)  # refuses what contradicts itself
         prepare_folder(folder, config, resume=resume)
         model = configured_model(config)
@@ -550,7 +572,7 @@ class Run(BaseRun):
     def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
         """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
         completions = self.policy.sampler.generate(
-            self.state.params,
+            self.sampled_from,
             self.source.next_batch(prompts),
             self.sampling,
             version=self.version,
@@ -574,10 +596,49 @@ class Run(BaseRun):
         """The trajectories of one group of the stream."""
         return [dataclasses.replace(t, group=group) for t in self.collect(completions)[0]]
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> Engine | Replicas:
         """An engine for the stream."""
         outstanding = self.stream.schedule.outstanding if self.stream is not None else 1
-        return self.policy.sampler.engine(outstanding * self.sampling.per_prompt)
+        return self.policy.sampler.engine(outstanding * self.sampling.per_prompt, self.devices)
+
+    @property
+    def sampled_from(self) -> Any:
+        """The current weights where they are sampled from: the learner's, or a copy on a device that only samples."""
+        params = self.state.params
+        return jax.device_put(params, self.devices[0]) if self.devices else params
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next batch is sampled while this one is learned from."""
+        return self.stream is not None and self.stream.schedule.ahead
+
+    def hand_over(self, version: int) -> None:
+        """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
+        if self.stream is not None and self.overlaps and version + 1 < self.config.steps:
+            self.stream.serve(self.state.params, version)
+
+    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
+        """Samples the batch of the train step from `version`, while the learner's devices still compute `version`.
+
+        A request to stop is heeded afterwards: the weights that are sampled from exist nowhere else any more, so that
+        half a batch could not be gone on with.
+        """
+        if self.stream is None or not self.overlaps or version >= self.config.steps:
+            return {}
+        began, learned = time.perf_counter(), 0.0
+        last = jax.tree.leaves(self.state.params)[-1]
+
+        def progress(_: int) -> None:
+            nonlocal learned
+            if not learned and last.is_ready():
+                learned = time.perf_counter()
+
+        self.stream.advance(version, progress)
+        ended = time.perf_counter()
+        if not learned:
+            jax.block_until_ready(self.state.params)
+            learned = time.perf_counter()
+        return {"time/rollout": ended - began, "time/learner": learned - begin}
 
     def position(self) -> Position:
         """Where the data of the run is, with the groups under way."""
@@ -660,6 +721,7 @@ class Run(BaseRun):
             dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
             probes=4,
             exact=None if self.scorer is None else self.scorer.completions,
+            sampled_from=self.sampled_from,
             mesh=self.mesh,
             version=self.version,
         )
@@ -675,7 +737,7 @@ class Run(BaseRun):
         config = self.config
         return evaluate(
             self.policy.sampler,
-            self.state.params,
+            self.sampled_from,
             self.policy.task,
             self.tokenizer,
             sampling_params(config, self.policy.task, n=1, seed=config.evaluation.seed),
@@ -884,7 +946,8 @@ def loop(
             display.phase("update", 0, 0)
             learned, seconds = run.learn(batch)
             position = run.position()
-            row |= learned | seconds | {f"time/{run.phase}": sampled - begin}
+            row |= learned | seconds
+            row[f"time/{run.phase}"] = sampled - begin + seconds.get(f"time/{run.phase}", 0.0)
             every = config.evaluation.every
             last = run.version == config.steps
             if run.evaluates and (last or (every and run.version % every == 0)):
