@@ -142,7 +142,6 @@ METRICS: dict[str, str] = {
     "rollout/ticks": "dispatches of the sampler in this train step",
     "rollout/in_flight_groups": "groups under way after this train step, some of their samples not complete",
     "rollout/ready_groups": "complete groups that wait for the next train step",
-    "rollout/slots_idle": "share of the decode steps of the sampler's slots that had no row",
     "rollout/barrier": "1 where groups under way were taken up from a snapshot, their keys and values computed again",
     "ledger/stale_samples": "samples dropped because their group was too old for the next train step",
     "ledger/over_generated_samples": "samples beyond group_size that were cancelled or left out, the last to end",

@@ -162,8 +162,6 @@ class Stream:
         self._drops = 0  # uninformative groups in this train step
         self._restored = False  # groups were taken up from a state, and no batch has been taken since
         self._taken_at = 0  # ticks when the last batch was taken
-        self._slot_steps = self._tokens = 0  # decode steps of slots and tokens that came of them, since then
-        self._seen = (0, 0)  # of both, counted by this engine
         self.ticks = 0  # since the run began
 
     # ------------------------------------------------------------------------------------- a batch
@@ -188,7 +186,7 @@ class Stream:
     def serve(self, params: Any, version: int) -> None:
         """Samples from these weights from now on; `version`: train steps done by them."""
         if self._engine is None:
-            self._engine, self._seen = self._make_engine(), (0, 0)
+            self._engine = self._make_engine()
         if self._served != version or self._recompute:
             recompute = self._recompute or self.schedule.swap == "recompute"
             self._engine.swap(params, version=version, pages="recompute" if recompute else "keep")
@@ -237,10 +235,6 @@ class Stream:
             if event.completion is not None:
                 ended[event.id] = event.completion
         self.ticks += 1
-        stats = self._engine.stats
-        self._slot_steps += stats.slot_steps - self._seen[0]
-        self._tokens += stats.decoded_tokens - self._seen[1]
-        self._seen = stats.slot_steps, stats.decoded_tokens
         for group in list(self._open.values()):
             for id in [id for id in group.ids if id in ended]:
                 del group.ids[id]
@@ -338,10 +332,8 @@ class Stream:
             "rollout/in_flight_groups": float(len(self._open)),
             "rollout/ready_groups": float(len(self._ready)),
             "rollout/barrier": float(self._restored),
-            "rollout/slots_idle": 1 - self._tokens / self._slot_steps if self._slot_steps else 0.0,
         }
         self._taken_at, self._restored = self.ticks, False
-        self._slot_steps = self._tokens = 0
         if self._engine is not None and not self._open:
             # Nothing is under way: the memory of its pages and weights is the learner's until the next batch.
             self._engine.release()
@@ -359,7 +351,7 @@ class Stream:
         return StreamState(
             submitted=self._submitted,
             ticks=self.ticks,
-            since=(self._taken_at, self._slot_steps, self._tokens),
+            taken_at=self._taken_at,
             open=[(g.number, g.prompt, list(g.done)) for g in self._open.values()],
             rows=[(*owner[id], carry) for id, carry in carried],
             ready=list(self._ready),
@@ -371,15 +363,14 @@ class Stream:
 
         The run that saved the state does the same, so that it and one that resumes from it stay equal.
         """
-        self._submitted, self.ticks = state.submitted, state.ticks
-        self._taken_at, self._slot_steps, self._tokens = state.since
+        self._submitted, self.ticks, self._taken_at = state.submitted, state.ticks, state.taken_at
         self._restored = bool(state.open or state.ready)
         self._ready = list(state.ready)
         self.ledger.restore(state.ledger)
         self._open = {number: _Group(number, prompt, {}, list(done)) for number, prompt, done in state.open}
         self._engine, self._served, self._recompute = None, None, True
         if state.rows:
-            self._engine, self._seen = self._make_engine(), (0, 0)
+            self._engine = self._make_engine()
         for number, index, carried in state.rows:
             if self._engine is None:
                 raise RuntimeError("stream: rows without an engine.")
@@ -392,7 +383,7 @@ class StreamState:
 
     submitted: int
     ticks: int
-    since: tuple[int, int, int]  # ticks when the last batch was taken; slot-steps and tokens from then on
+    taken_at: int  # ticks when the last batch was taken
     open: list[tuple[int, Prompt, list[Completion]]]
     rows: list[tuple[int, int, Carried]]  # number of the group, index of the sample; first served first
     ready: list[_Ready]
@@ -403,7 +394,7 @@ class StreamState:
         return {
             "submitted": self.submitted,
             "ticks": self.ticks,
-            "since": list(self.since),
+            "taken_at": self.taken_at,
             "open": [[number, to_data(prompt), to_data(done)] for number, prompt, done in self.open],
             "rows": [
                 [number, index, to_data(row.so_far), row.begun, row.priority]
@@ -419,7 +410,7 @@ class StreamState:
         return cls(
             submitted=data["submitted"],
             ticks=data["ticks"],
-            since=tuple(data.get("since", (data["ticks"], 0, 0))),
+            taken_at=data.get("taken_at", data["ticks"]),
             open=[
                 (number, Prompt(**from_data(prompt)), [completion_of(c) for c in done])
                 for number, prompt, done in data["open"]

@@ -180,7 +180,7 @@ def test_ahead_no_batch_waits_and_none_is_too_old(weights, swap):
             version, 1
         )  # from the weights before, but for the first batch
         assert max(a.max() for a in ages) <= 2
-        assert figures["rollout/ticks"] > 0 and 0 <= figures["rollout/slots_idle"] < 1
+        assert figures["rollout/ticks"] > 0
     assert len(uids(found)) == len(set(uids(found))) * SAMPLES == 6 * GROUPS * SAMPLES
 
 
@@ -191,7 +191,7 @@ def test_a_stream_that_is_saved_ahead_goes_on_as_the_one_that_was_not_stopped(we
     first = stream(source, plan(ahead=True), devices=places, n=SAMPLES + 1)
     ahead(first, weights, 3)
     state = first.state()
-    assert state.rows and len(state.ready) >= GROUPS and state.since[0] < state.ticks
+    assert state.rows and len(state.ready) >= GROUPS and state.taken_at < state.ticks
     text = json.dumps({"state": state.as_data(), "cursor": source.cursor})
     first.restore(state)
     went_on = ahead(first, weights, 3, start=3)
