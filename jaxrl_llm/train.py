@@ -188,6 +188,7 @@ class BaseRun(abc.ABC):
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
     ledger_lines: Sequence[dict[str, Any]] = ()  # of the last train step, for ledger.jsonl
     parity: dict[str, Any] | None = None  # the parity certificate of the policy that this process began with
+    laying_out = 0.0  # seconds of `gather` that were neither sampling nor rewards
 
     def __init__(
         self,
@@ -693,6 +694,7 @@ class Run(BaseRun):
             trajectories, metrics = self.sample(wanted, on_progress)
         if self.parity is None:  # after sampling, whose compiled programs the probes then share
             self.parity = self.certificate()
+        begin = time.perf_counter()
         batch = pack(
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
@@ -703,6 +705,7 @@ class Run(BaseRun):
             parts=self.parts,
             fill=self.needed & ON_REQUEST,
         )
+        self.laying_out = time.perf_counter() - begin
         metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
         return batch, trajectories, metrics
 
@@ -913,7 +916,9 @@ def loop(
     saved = run.version if run.snapshots.latest() == run.version else None
     position = run.position()
     end = config.steps if until is None else until
-    waited = 0.0  # seconds that the last snapshot blocked the loop
+    waited = written = (
+        0.0  # seconds that the last snapshot blocked the loop, that the last row was written in
+    )
 
     def save() -> None:
         nonlocal saved
@@ -953,7 +958,10 @@ def loop(
             if run.evaluates and (last or (every and run.version % every == 0)):
                 row |= measured(run, display, None)
             row["time/snapshot"], waited = waited, 0.0
-            row["time/total"] = time.perf_counter() - begin
+            ended = time.perf_counter()
+            row["time/total"] = ended - begin
+            work = sum(row.get(f"time/{phase}", 0.0) for phase in (run.phase, "score", "update", "eval"))
+            row["time/loop"] = ended - begin - work + run.laying_out + written
             row["time/tokens_per_second"] = run.speed(row)
             row = {"version": run.version, **row, **memory_metrics()}
             shares = run.shares(len(trajectories)) if trajectories else None
@@ -962,6 +970,7 @@ def loop(
                 ledger_out.write(run.version, run.ledger_lines)
             metrics_out.write(row)
             display.step(row)
+            written = time.perf_counter() - ended
             # After the row is on disk: a snapshot without the metrics of its own step could not be resumed exactly.
             scheduled = config.snapshots.every and run.version % config.snapshots.every == 0
             if last or scheduled or run.version in barriers:

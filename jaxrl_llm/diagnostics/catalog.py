@@ -177,6 +177,7 @@ METRICS: dict[str, str] = {
     "time/learner": "seconds from the first scoring to the last update, where samples are drawn meanwhile on other devices",
     "time/eval": "seconds spent on evaluation",
     "time/snapshot": "seconds that the loop waited for a snapshot since the row before",
+    "time/loop": "seconds of the loop itself: laying out the batch, merging figures, and writing the row before",
     "time/total": "seconds of the whole train step",
     "time/tokens_per_second": "sampled tokens per second of sampling; in fine-tuning trained tokens per second of the update",
     "memory/peak_bytes": "peak memory of the device (of the process, where the device does not tell)",

@@ -45,6 +45,8 @@ def test_an_iteration_is_a_rollout_and_an_update():
     assert out["ratio_to_floor"] == out["seconds"] / out["floor_seconds"]
     assert out["update/trained_tokens"] == 2 * 4 * 8
     assert out["rollout/tokens_per_second"] == pytest.approx(64 / out["rollout/seconds"])
+    assert 0 < out["loop/loop_seconds"] < out["loop/step_seconds"]
+    assert 0 < out["loop/snapshot_seconds"] and 0 < out["loop/snapshot_share"] < 1
 
 
 def test_arithmetic_of_an_update():
