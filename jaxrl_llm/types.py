@@ -105,6 +105,8 @@ class Trajectory:
     # of the tokens that it could not be (`ops.support`); all -1 where it was drawn from the whole vocabulary, or not sampled
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[L], more were left, and the K best of them were drawn from
+    # i16[at most L, layers, K], the experts that the sampler sent the first tokens through, prompt included; -1 = not known
+    routing_ids: np.ndarray | None = None
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
     @property
@@ -211,7 +213,7 @@ class TokenBatch:
     # [B, T, E], the teacher's last hidden state that token t is predicted from; with its output head, this is its
     # distribution over the vocabulary, which is too large to keep
     hidden_teacher: Array | None = None
-    # i32[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; every
+    # i16[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; every
     # policy's log-probs are computed with these. -1 = not known, the router chooses. None = all are -1, or a dense model.
     routing_ids: Array | None = None
 
