@@ -213,8 +213,8 @@ class TokenBatch:
     # [B, T, E], the teacher's last hidden state that token t is predicted from; with its output head, this is its
     # distribution over the vocabulary, which is too large to keep
     hidden_teacher: Array | None = None
-    # i16[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; every
-    # policy's log-probs are computed with these. -1 = not known, the router chooses. None = all are -1, or a dense model.
+    # i16[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; current
+    # and proximal log-probs are computed with these. -1 = not known, the router chooses. None = all are -1, or a dense model
     routing_ids: Array | None = None
 
     advantage: Array | None = None  # f32[B, T]
