@@ -22,6 +22,7 @@ from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.types import Prompt, TokenBatch
 
@@ -243,6 +244,17 @@ def test_what_is_sampled_and_recorded_does_not_depend_on_slots_neighbours_or_pre
         assert sampler.stats.completions == 2 * len(asked)
         preempted += sampler.stats.preemptions
     assert preempted
+
+
+@pytest.mark.slow
+def test_experts_on_other_devices_change_no_sampled_token():
+    mesh = make_mesh(expert=4, tensor=2)
+    spread = jax.device_put(params(), param_shardings(TINY_MOE, mesh))
+    sampler = Sampler(TINY_MOE, slots=8, page_size=8, pages=64, mesh=mesh)
+    for c, expected in zip(sampler.generate(spread, prompts(), SAMPLING), sampled(), strict=True):
+        np.testing.assert_array_equal(c.tokens, expected.tokens)
+        np.testing.assert_array_equal(c.routing_ids, expected.routing_ids)
+        np.testing.assert_allclose(c.logprobs, expected.logprobs, atol=1e-5)
 
 
 @pytest.mark.slow
