@@ -412,9 +412,10 @@ class PolicyOutput:
     value: Array | None = None  # f32[B, T]
     topk_logprob: Array | None = None  # f32[B, T, K], at batch.topk_ids
     divergence: Array | None = None  # f32[B, T], full-vocabulary divergence to a teacher
-    router_probs: Array | None = (
-        None  # f32[B, T, layers, experts], of the token before, that this one comes from
-    )
+    # f32[B, T, layers, experts]: the routers' probabilities for the token before, which this one is predicted from, and 1 / K
+    # at each of the K experts that it went through
+    router_probs: Array | None = None
+    router_choice: Array | None = None
     # `models.experts.Routed` of [B, T, layers], without probs: what the routers did with each token itself, prompts
     # included; None of a dense model
     routed: Any = None
@@ -434,6 +435,7 @@ class LossState:
     topk_logprob: Array | None = None
     divergence: Array | None = None
     router_probs: Array | None = None
+    router_choice: Array | None = None
     log_ratio: Array | None = None  # f32[B, T]
     policy: Array | None = None  # f32[B, T], the negated objective of each token
     weight: Array  # f32[B, T], detached

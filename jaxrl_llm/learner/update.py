@@ -154,6 +154,7 @@ def make_update_step(
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
+    wants_routers = reads_routers(objective, config, policy is None)
     divergence = teacher_needs(objective).divergence if policy is None else None
     if divergence is not None and teacher is None:
         raise ValueError(
@@ -180,6 +181,7 @@ def make_update_step(
             blocks=shards,
             gradient_sums=gradient_sums,
             teacher=head,
+            router_probs=wants_routers,
         )
 
     def pinned(tree, shardings):
@@ -237,6 +239,9 @@ def make_update_step(
             lambda after, before: jnp.where(usable, after, before), advanced, state.objective_state
         )
         new = dataclasses.replace(new, objective_state=objective_state)
+        metrics = {
+            name: mean for name, mean in metrics.items() if not mean.total.ndim
+        }  # the others are for `update`
         metrics = metrics | {
             "loss": Mean(total, denominator),
             "grad_norm": figure(grad_norm),
@@ -273,6 +278,21 @@ class UpdateStep:
         return self.jitted(state, place_batch(batch, self.mesh), *teacher)
 
 
+def reads_routers(objective: LossTransform, config: ModelConfig, decoder: bool = True) -> bool:
+    """Whether an objective reads the probabilities of routers; `decoder`: the policy is that of `config`.
+
+    Raises:
+      ValueError: it does, and the model has no experts.
+    """
+    reads = "router_probs" in needed_fields(objective)
+    if reads and decoder and not config.num_experts:
+        raise ValueError(
+            "the objective reads the probabilities of routers, and the model has no experts. Leave the stage out "
+            "(balance_experts), or train a mixture of experts."
+        )
+    return reads
+
+
 def routers_of(output: PolicyOutput, micro: TokenBatch, config: ModelConfig) -> dict[str, Array]:
     """What the routers did with the tokens of a micro-batch, prompts included; adds up over micro-batches."""
     if output.routed is None:
@@ -280,7 +300,9 @@ def routers_of(output: PolicyOutput, micro: TokenBatch, config: ModelConfig) -> 
     ids, entropy, dropped, _ = output.routed
     counted = micro.segments != 0
     known = counted[..., None] if micro.routing_ids is None else micro.routing_ids[..., 0] >= 0
-    replayed = jnp.zeros((), jnp.float32) if micro.routing_ids is None else jnp.sum(known & counted[..., None])
+    replayed = (
+        jnp.zeros((), jnp.float32) if micro.routing_ids is None else jnp.sum(known & counted[..., None])
+    )
     return {
         "load": router_load(ids, config.num_experts, counted),
         "entropy": jnp.sum(jnp.where(counted[..., None], entropy, 0.0)),

@@ -104,7 +104,9 @@ class ResultTokens:
     top_logprobs: Any  # f32[steps, slots, K] or None
     support_ids: Any = None  # i32[steps, slots, K] or None
     support_cut: Any = None  # bool[steps, slots] or None
-    routing_ids: Any = None  # i16[steps, slots, layers, K], experts of the token that was fed; None of a dense model
+    routing_ids: Any = (
+        None  # i16[steps, slots, layers, K], experts of the token that was fed; None of a dense model
+    )
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
 

@@ -695,7 +695,9 @@ class Engine:
         pages = row.prefix.pages
         if pages is not None and not row.tokens:
             places = np.arange(start, row.position)
-            ids[:] = self._routing[np.asarray(pages, int)[places // self._page_size], places % self._page_size]
+            ids[:] = self._routing[
+                np.asarray(pages, int)[places // self._page_size], places % self._page_size
+            ]
         return ids
 
     def _start(self) -> int:

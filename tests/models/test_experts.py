@@ -10,12 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+import jaxrl_llm as jrl
 from jaxrl_llm import recipes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
-from jaxrl_llm.models.config import TINY_MOE
+from jaxrl_llm.models.config import TINY, TINY_MOE
 from jaxrl_llm.models.experts import expert_mlp
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
@@ -266,3 +267,53 @@ def test_replay_closes_the_gap_that_a_router_that_chooses_differently_opens():
     moved["layers"] = moved["layers"] | {"router": moved["layers"]["router"] + noise}
     without, replayed = (gaps(completions, config, moved, replay) for replay in (False, True))
     assert replayed.mean() < 0.5 * without.mean() and replayed.max() < without.max()
+
+
+# ------------------------------------------------------------------------------------------ balance
+
+
+def test_the_balance_penalty_is_the_one_computed_by_hand():
+    stage = jrl.balance_experts(0.5)
+    # One row of 3 tokens, of which 2 are trained; 1 layer of 2 experts, 1 of a token.
+    tokens = np.zeros((1, 3), np.int32)
+    rows = TokenBatch.from_rows(
+        tokens, np.array([[False, True, True]]), advantage=np.zeros((1, 3), np.float32)
+    )
+    chain = jrl.chain(
+        jrl.given_advantage(), jrl.normalize_by_token(), jrl.token_ratio(), jrl.clip_surrogate(), stage
+    )
+    rows = rows.replace(logprob_behavior=jnp.zeros((1, 3)))
+    probs = jnp.array([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]]).reshape(1, 3, 1, 2)
+    output = jrl.PolicyOutput(
+        logprob=jnp.zeros((1, 3)),
+        router_probs=probs,
+        router_choice=jnp.array([1.0, 0.0]) * jnp.ones((1, 3, 1, 2)),
+    )
+    prepared, state = chain.prepare(rows, chain.init())
+    first = jrl.evaluate(chain, output, prepared, state)
+    assert float(first.loss_sum) == pytest.approx(2 * 0.5)  # even loads: coef a token
+    state = chain.update(state, first.metrics)
+    np.testing.assert_array_equal(state["balance_experts"]["expert_load"], [[1.0, 0.0]])
+    second = jrl.evaluate(chain, output, prepared, state)
+    assert float(second.loss_sum) == pytest.approx(0.5 * 2 * (0.8 + 0.6))
+
+
+@pytest.mark.slow
+def test_balancing_evens_out_the_loads_and_needs_experts():
+    objective = jrl.chain(recipes.grpo(), jrl.balance_experts(1.0))
+    with pytest.raises(ValueError, match="the model has no experts"):
+        make_update_step(objective, TINY, optax.sgd(0.1))
+    optimizer = optax.sgd(1.0)
+    copies = jax.tree.map(lambda x: x.copy(), params())
+    # Of the router, so that it begins with a preference for the first two experts.
+    copies["layers"]["router"] = copies["layers"]["router"].at[..., :2].add(0.05)
+    state = init_state(copies, optimizer, objective, key=jax.random.key(1))
+    prepared, objective_state = make_prepare(objective)(batch(), state.objective_state)
+    state = dataclasses.replace(state, objective_state=objective_state)
+    step = make_update_step(objective, TINY_MOE, optimizer, remat=False)
+    loads = []
+    for _ in range(24):
+        state, metrics = step(state, prepared)
+        loads.append(float(metrics["expert_load_max"].value))
+    assert loads[-1] < 0.8 * loads[0], loads
+    assert float(metrics["penalty_balance_experts"].value) >= 0.99
