@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import batch_shardings
 from jaxrl_llm.types import TokenBatch
@@ -81,7 +82,7 @@ def place_batch(batch: TokenBatch, mesh: Mesh | None) -> TokenBatch:
     if mesh is None:
         return batch
     batch = pad_rows(batch, batch_shards(mesh))
-    return jax.device_put(batch, batch_shardings(batch, mesh))
+    return place(batch, batch_shardings(batch, mesh))
 
 
 def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> list[TokenBatch]:
@@ -107,11 +108,11 @@ def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> lis
         )
     if number == 1:
         return [batch]
-    trains = np.flatnonzero(np.asarray(jnp.any(batch.mask, axis=1)))
+    trains = np.flatnonzero(read(jnp.any(batch.mask, axis=1)))
     if not trains.size:
         return [batch]
     if key is not None:
-        trains = np.asarray(jax.random.permutation(key, jnp.asarray(trains)))
+        trains = read(jax.random.permutation(key, jnp.asarray(trains)))
     size = -(-B // number)
     batch = pad_rows(batch, B + 1)  # at least one inert row to fill up with
     inert = batch.shape[0] - 1

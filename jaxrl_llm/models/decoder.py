@@ -31,6 +31,7 @@ __all__ = [
     "forward_routed",
     "head_matrix",
     "head_weight",
+    "pinned",
     "rms_norm",
     "rope_tables",
 ]
@@ -122,6 +123,11 @@ def decoder_layer(
     return x_BTD + product(gated, layer["down"]), carry, None
 
 
+def pinned(x: Array, sharding: jax.sharding.Sharding | None) -> Array:
+    """x, split as given; None: as XLA likes."""
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
 def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:
     """[B, T, D] in the compute dtype."""
     # Gathered before the cast: the gradient then adds up in the dtype of the parameter.
@@ -148,6 +154,7 @@ def forward(
     remat: Remat = False,
     gradient_sums: Any = None,
     routing_ids: Array | None = None,
+    rows: jax.sharding.Sharding | None = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -160,6 +167,8 @@ def forward(
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
       routing_ids: i32[B, T, layers, K] of a model with experts, see `experts.expert_mlp`; a dense one reads none.
+      rows: how [B, ...] is split over a mesh. Between layers the activations are held to it: left to itself, XLA splits
+        the residual stream as the weights are, and then sums activations over the mesh instead of gathering weights.
     """
     return forward_routed(
         params,
@@ -170,6 +179,7 @@ def forward(
         remat=remat,
         gradient_sums=gradient_sums,
         routing_ids=routing_ids,
+        rows=rows,
     )[0]
 
 
@@ -184,6 +194,7 @@ def forward_routed(
     gradient_sums: Any = None,
     routing_ids: Array | None = None,
     router_probs: bool = False,
+    rows: jax.sharding.Sharding | None = None,
 ) -> tuple[Array, Routed | None]:
     """As `forward`, and what the routers of all layers did, [layers, B, T, …]; None of a dense model.
 
@@ -206,11 +217,12 @@ def forward_routed(
             routing_ids=chosen,
             live=live,
         )
+        x = pinned(x, rows)
         if routed is None:
             return x, None, None
         return x, routed.probs if router_probs else None, routed._replace(probs=None)
 
-    x = embed(params, config, tokens)
+    x = pinned(embed(params, config, tokens), rows)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")

@@ -36,7 +36,7 @@ import numpy as np
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix
+from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
@@ -325,6 +325,7 @@ def head_output(
     support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
+    rows: jax.sharding.Sharding | None = None,
 ) -> HeadOutput:
     """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
@@ -347,6 +348,7 @@ def head_output(
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
+      rows: how the rows are split over a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
@@ -386,7 +388,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        block(h_BTD, 0),
+        pinned(block(h_BTD, 0), rows),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -443,6 +445,7 @@ def _shifted(
     teacher=None,
     hidden_teacher=None,
     support=None,
+    rows=None,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it.
 
@@ -464,6 +467,7 @@ def _shifted(
         support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
+        rows=rows,
     )
     return jax.tree.map(_behind, out)
 
@@ -481,6 +485,7 @@ def policy_output(
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
     router_probs: bool = False,
+    rows: jax.sharding.Sharding | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -500,6 +505,7 @@ def policy_output(
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
       router_probs: also give the probabilities and the choices of the routers, of a model with experts.
+      rows: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
@@ -529,6 +535,7 @@ def policy_output(
         gradient_sums=gradient_sums,
         routing_ids=batch.routing_ids,
         router_probs=router_probs,
+        rows=rows,
     )
     out = _shifted(
         hidden,
@@ -545,6 +552,7 @@ def policy_output(
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
+        rows=rows,
     )
     probs = choice = None
     if routed is not None:
@@ -564,13 +572,21 @@ def policy_output(
     )
 
 
-def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch) -> Array:
+def hidden_states(
+    params: Any, config: ModelConfig, batch: TokenBatch, rows: jax.sharding.Sharding | None = None
+) -> Array:
     """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
     """
     hidden = forward(
-        params, config, batch.tokens, batch.positions, batch.segments, routing_ids=batch.routing_ids
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        rows=rows,
     )
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
@@ -584,6 +600,7 @@ def likeliest_tokens(
     *,
     chunk: int | None = None,
     blocks: int = 1,
+    rows: jax.sharding.Sharding | None = None,
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
@@ -591,7 +608,13 @@ def likeliest_tokens(
     vocabulary, also where the token itself was drawn from a part of it.
     """
     hidden = forward(
-        params, config, batch.tokens, batch.positions, batch.segments, routing_ids=batch.routing_ids
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        rows=rows,
     )
     out = _shifted(
         hidden,
@@ -606,6 +629,7 @@ def likeliest_tokens(
         blocks=blocks,
         find=k,
         support=batch.support_ids,
+        rows=rows,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob

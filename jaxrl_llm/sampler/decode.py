@@ -22,6 +22,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
 from jaxrl_llm.models.experts import EXACT
 from jaxrl_llm.ops.quantize import Precision, QuantizedMatrix, Stored, quantize_matrix, weight_product
+from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.sampler.attention import PageAttention, decode_step, init_pages, prefill_step
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
@@ -441,7 +442,7 @@ def launch(
     raw: bool = False,
     top: int = 0,
     support: int = 0,
-    device: jax.Device | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
 ) -> Dispatch:
     """Starts one dispatch, up to `steps` tokens of every live row, and does not wait. `state.cache` is donated.
 
@@ -451,13 +452,13 @@ def launch(
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
       truncate, raw, top, support: see `sampling.draw`; `support` only with `truncate`.
-      device: where the weights and the pages are, if they are bound to one.
+      device: where the weights and the pages are: a device, or a copy on each of several.
     """
     rows = {
         name: getattr(state, name)
         for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
-    arguments = jax.device_put((rows, tables, np.int32(max(1, least))), device)
+    arguments = place((rows, tables, np.int32(max(1, least))), device)
     return Dispatch(
         *_generate(
             weights,
@@ -475,7 +476,7 @@ def launch(
 
 def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, ResultTokens]:
     """Waits for a dispatch: the state after it and what it sampled."""
-    (token, position, active), (out, ran) = jax.device_get((dispatch.carried, dispatch.results))
+    (token, position, active), (out, ran) = read((dispatch.carried, dispatch.results))
     state = dataclasses.replace(state, cache=dispatch.cache, token=token, position=position, active=active)
     return state, ResultTokens(
         tokens=out["tokens"],
