@@ -244,7 +244,8 @@ def make_score_teacher(
 
     def score_teacher(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
-        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=batch.topk_ids if wanted.k else None)
+        topk = batch.topk_ids if wanted.k else None
+        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=topk, routing_ids=None)
         return dataclasses.replace(
             batch, **{name: x[:rows] for name, x in jitted(params, place_batch(inputs, mesh)).items()}
         )
@@ -301,7 +302,9 @@ def fill_logprobs(
                 "fill_logprobs: the objective needs logprob_reference and the learner state keeps no reference. "
                 "Create it with init_state(..., reference=True)."
             )
-        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, batch))
+        # The experts of the sampler's policy are not those of another one.
+        free = dataclasses.replace(batch, routing_ids=None)
+        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, free))
     missing = sorted(name for name in known if getattr(batch, name) is None)
     if missing:
         raise ValueError(

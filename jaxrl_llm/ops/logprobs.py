@@ -504,7 +504,7 @@ def policy_output(
       gradient_sums: see `models.decoder.forward`.
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
-      router_probs: also give the probabilities of the routers, of a model with experts.
+      router_probs: also give the probabilities and the choices of the routers, of a model with experts.
       rows: see `models.decoder.forward`.
 
     Returns:
@@ -554,10 +554,12 @@ def policy_output(
         support=batch.support_ids,
         rows=rows,
     )
-    probs = None
+    probs = choice = None
     if routed is not None:
         routed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), routed)
-        probs = None if routed.probs is None else _behind(routed.probs)
+        if routed.probs is not None:
+            chosen = jax.nn.one_hot(routed.ids, config.num_experts, dtype=routed.probs.dtype)
+            probs, choice = _behind(routed.probs), _behind(jnp.mean(chosen, axis=-2))
         routed = routed._replace(probs=None)
     return PolicyOutput(
         logprob=out.logprob,
@@ -565,6 +567,7 @@ def policy_output(
         topk_logprob=out.topk_logprob,
         divergence=out.divergence,
         router_probs=probs,
+        router_choice=choice,
         routed=routed,
     )
 

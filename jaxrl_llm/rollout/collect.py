@@ -95,6 +95,7 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
         support_cut=None
         if completion.support_cut is None
         else after_prompt(completion.support_cut, False, bool),
+        routing_ids=completion.routing_ids,
         timings=dict(completion.timings),
     )
 

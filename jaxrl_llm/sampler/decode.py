@@ -105,6 +105,9 @@ class ResultTokens:
     top_logprobs: Any  # f32[steps, slots, K] or None
     support_ids: Any = None  # i32[steps, slots, K] or None
     support_cut: Any = None  # bool[steps, slots] or None
+    routing_ids: Any = (
+        None  # i16[steps, slots, layers, K], experts of the token that was fed; None of a dense model
+    )
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
 
@@ -196,9 +199,17 @@ def init_state(
 
 
 def _run_layers(
-    weights: SamplingWeights, config: ModelConfig, tokens: Array, positions: Array, pages: PageAttention
-) -> tuple[Array, Any]:
-    """(hidden [B, T, D], the cache with the keys and values of these tokens)."""
+    weights: SamplingWeights,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    pages: PageAttention,
+    live: Array,
+) -> tuple[Array, Any, Array | None]:
+    """(hidden [B, T, D], the cache with the keys and values of these tokens, their experts i16[B, T, layers, K]).
+
+    `live` bool[B, T]: what is computed of other tokens is not used.
+    """
     rope = rope_tables(config, positions)
 
     def body(carry, layer):
@@ -209,14 +220,16 @@ def _run_layers(
             attended, after, new = pages.attend(q, k, v, index, carried)
             return attended, (after, new)
 
-        x, (carried, new), _ = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
-        return (x, carried), new
+        x, (carried, new), routed = decoder_layer(
+            weights_of_layer, config, x, rope, attend, weight_product, live=live
+        )
+        return (x, carried), (new, None if routed is None else routed.ids.astype(jnp.int16))
 
     x = embed({"embed": weights.embed}, config, tokens)
-    (x, carried), new = jax.lax.scan(
+    (x, carried), (new, ids) = jax.lax.scan(
         body, (x, pages.carried), (weights.layers, jnp.arange(config.num_layers))
     )
-    return x, pages.written(carried, new)
+    return x, pages.written(carried, new), None if ids is None else jnp.moveaxis(ids, 0, 2)
 
 
 def next_logits(weights: SamplingWeights, config: ModelConfig, x: Array) -> Array:
@@ -247,7 +260,7 @@ def prefill(
     table,
     targets=None,
     top: int = 0,
-) -> tuple[PagedCache | RaggedCache, TargetScores | None]:
+) -> tuple[PagedCache | RaggedCache, TargetScores | None, Array | None]:
     """Computes one chunk of several prompts and writes its keys and values to their pages.
 
     Args:
@@ -259,14 +272,16 @@ def prefill(
       top: static; also list the so many likeliest tokens in the place of each target.
 
     Returns:
-      The cache, and the scores of the targets, or None.
+      The cache; the scores of the targets, or None; the experts of each token, i16[R, C, layers, K], or None of a dense
+      model.
     """
     C = tokens.shape[1]
     positions = starts[:, None] + jnp.arange(C)
     pages = prefill_step(cache, table, starts, lengths, C)
-    x, cache = _run_layers(weights, config, tokens, positions, pages)
+    live = jnp.arange(C) < lengths[:, None]
+    x, cache, routing = _run_layers(weights, config, tokens, positions, pages, live)
     if targets is None:
-        return cache, None
+        return cache, None, routing
 
     def score(row):  # one prompt's logits at a time
         x, target = row
@@ -282,7 +297,7 @@ def prefill(
             listed.astype(jnp.float32),
         )
 
-    return cache, jax.lax.map(score, (x, targets))
+    return cache, jax.lax.map(score, (x, targets)), routing
 
 
 def insert(
@@ -351,7 +366,9 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
     def step(carry):
         t, cache, token, position, active, out = carry
         pages = decode_step(cache, table, position, active)
-        x, cache = _run_layers(weights, config, token[:, None], position[:, None], pages)
+        x, cache, routing = _run_layers(
+            weights, config, token[:, None], position[:, None], pages, active[:, None]
+        )
         forbidden = None
         if tables.suppressed is not None:
             forbidden = forbidden_tokens(of_rows(tables.suppressed), of_rows(tables.stop), position, floor)
@@ -374,6 +391,8 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
             new |= {"top_ids": drawn.top_ids, "top_logprobs": drawn.top_logprob}
         if support:
             new |= {"support_ids": drawn.support_ids, "support_cut": drawn.support_cut}
+        if routing is not None:
+            new["routing_ids"] = routing[:, 0]
         out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
         token = jnp.where(active, drawn.token, token)
         position = jnp.where(active, position + 1, position)
@@ -393,6 +412,9 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
     if support:
         out["support_ids"] = jnp.zeros((steps, slots, support), jnp.int32)
         out["support_cut"] = jnp.zeros((steps, slots), bool)
+    if config.num_experts:
+        chosen = (config.num_layers, config.experts_per_token)
+        out["routing_ids"] = jnp.zeros((steps, slots, *chosen), jnp.int16)
     start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
     ran, cache, token, position, active, out = jax.lax.while_loop(
         lambda carry: (carry[0] < steps) & (jnp.sum(carry[4]) >= least), step, start
@@ -464,6 +486,7 @@ def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, Result
         top_logprobs=out.get("top_logprobs"),
         support_ids=out.get("support_ids"),
         support_cut=out.get("support_cut"),
+        routing_ids=out.get("routing_ids"),
         valid=out["valid"],
         steps=int(ran),
     )
