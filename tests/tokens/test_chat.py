@@ -52,11 +52,19 @@ def test_a_template_may_refuse_messages():
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{% for i in range(999999999) %}x{% endfor %}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [1] * 10000000000 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 9 ** 300000 * 9 ** 300000 }}",
     ],
 )
 def test_x02_the_sandbox_holds(attack):
     with pytest.raises(InputError, match="chat template: (SecurityError|OverflowError|UndefinedError)"):
         _render(attack)
+
+
+def test_templates_may_calculate():
+    assert _render("{{ 2 * 3 ** 2 }}{{ '-' * 3 }}{{ 2 ** 0.5 > 1.4 }}{{ 1.5 * 2 }}") == "18---True3.0"
 
 
 def test_template_equals_plain_concatenation(chatml):
