@@ -80,6 +80,7 @@ def plain_text(text: str) -> str:
     """
     text = _STYLED.sub(r"\1", text)
     if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
         text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text).translate(_SAME)
         text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
     return _SWISS_GROUP.sub(",", text)

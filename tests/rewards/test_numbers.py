@@ -364,6 +364,14 @@ def test_first_line_exact(text, value, lenient):
     assert (score.value, score.parts["lenient"]) == (value, lenient)
 
 
+def test_a_letter_and_its_accent_are_one_however_they_are_encoded():
+    one, two = "caf\u00e9", "cafe\u0301"
+    assert first_line_exact(one, two).value == first_line_exact(two, one).value == 1.0
+    assert first_line_exact(f"a {one}.", two).parts["lenient"] == 1.0
+    assert first_line_exact("cafe", one).value == 0.0
+    assert answers_equal(rf"\text{{{one}}}", two) and not answers_equal(one, "cafe")
+
+
 def test_an_empty_gold_is_never_matched():
     for grader in GRADERS.values():
         for text in ("", " ", "\n", r"\boxed{}", "<answer></answer>"):
