@@ -17,6 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
@@ -115,7 +116,7 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
         raise InputError(f"{where}: {error}") from None
     # Every product and norm reads its weight in the compute dtype, so that a frozen tree need not be wider.
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), teacher.params)
-    params = params if shardings is None else jax.device_put(params, shardings)
+    params = params if shardings is None else place(params, shardings)
     return Teacher(teacher.config, params, teacher.digest)
 
 

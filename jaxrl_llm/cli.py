@@ -432,6 +432,8 @@ def main(argv: list[str] | None = None) -> None:
     except Exception:  # a fault: shown whole, but not the secrets that its message may hold
         print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    if "jaxrl_llm.parallel.processes" in sys.modules:
+        sys.modules["jaxrl_llm.parallel.processes"].leave_together(code)
     raise SystemExit(code)
 
 
@@ -451,6 +453,7 @@ def _run(command: Any) -> int:
     from jaxrl_llm import runtime
 
     runtime.configure()
+    _join(command)
     match command:
         case Train():
             return _train(command)
@@ -487,6 +490,17 @@ def _run(command: Any) -> int:
         case Jetstream():
             return _jetstream(command)
     raise AssertionError(command)
+
+
+def _join(command: Any) -> None:
+    """Joins the other processes of the run, if there are any and the command can work with them."""
+    from jaxrl_llm.parallel.processes import initialize_processes
+
+    if initialize_processes() and not isinstance(command, Train | Sft):
+        raise InputError(
+            "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train and sft "
+            "work as several. Start this one as one process, without these variables."
+        )
 
 
 def _existing_run(path: str) -> pathlib.Path:

@@ -52,11 +52,12 @@ from jaxrl_llm.assembly import (
     schedule_of,
     teacher_config,
 )
-from jaxrl_llm.config import Config, as_data
+from jaxrl_llm.config import Config, as_data, flatten
 from jaxrl_llm.data.source import PromptSource
 from jaxrl_llm.diagnostics.display import make_display
 from jaxrl_llm.diagnostics.environment import write_run_info
 from jaxrl_llm.diagnostics.metrics import LedgerWriter, MetricsWriter, SamplesWriter, memory_metrics
+from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
@@ -90,6 +91,10 @@ from jaxrl_llm.objectives import (
     check_trainable,
     is_trust_region,
 )
+from jaxrl_llm.parallel.agree import any_process, check_same, is_first, on_first, several
+from jaxrl_llm.parallel.host import place, read
+from jaxrl_llm.parallel.processes import check_covers
+from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, staleness_metrics
 from jaxrl_llm.rollout.evaluate import evaluate
@@ -369,6 +374,8 @@ class BaseRun(abc.ABC):
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
         config = self.config
         begin = time.perf_counter()
+        if several():  # what is taken from it, here and there, is then an array of all of them
+            batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
         if self.exact is not None and "logprob_proximal" in self.needed:
@@ -405,7 +412,7 @@ class BaseRun(abc.ABC):
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
         self.masses = masses
-        return merge_updates(jax.device_get(updates)) | moved, {
+        return merge_updates(read(updates)) | moved, {
             "time/score": scored - begin,
             "time/update": done - scored,
         }
@@ -414,7 +421,7 @@ class BaseRun(abc.ABC):
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
         if not self.masses:
             return None
-        return trajectory_shares(jax.device_get(self.masses), number).tolist()
+        return trajectory_shares(read(self.masses), number).tolist()
 
     def renew_reference(self, state: LearnerState) -> LearnerState:
         """The state with the reference that the config wants after this train step."""
@@ -499,7 +506,7 @@ class Run(BaseRun):
             )
         schedule = schedule_of(config)
         sampling_params(config, task)  # refuses what contradicts itself
-        prepare_folder(folder, config, resume=resume)
+        on_first(lambda: prepare_folder(folder, config, resume=resume))
         model = configured_model(config)
         check_memory(
             config,
@@ -743,6 +750,8 @@ def session(
     barriers: Collection[int] = (),
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
+    check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
+    resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
     mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
     try:
         return _session(
@@ -756,7 +765,7 @@ def session(
             barriers=barriers,
         )
     except BaseException as error:
-        if mine:
+        if mine and is_first():
             abandon_folder(folder, before)
         begun = os.path.isfile(folder / "config.yaml")
         if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
@@ -781,11 +790,14 @@ def _session(
     notes: list[str] = []
     if resume:
         config, notes = resumed_config(folder, config, overrides)
+    software = {"jaxrl_llm": __version__, "jax": jax.__version__}
+    check_same("processes", flatten(redact(as_data(config))) | software)
     with make_display(
         config.steps,
         evaluation_every=config.evaluation.every,
         snapshot_every=config.snapshots.every,
         title=folder.name,
+        process_index=0 if is_first() else 1,
     ) as display:
         for note in notes:
             display.note(note)
@@ -794,17 +806,18 @@ def _session(
             run = make_run(config, folder, resume=resume)
         for note in run.notes:
             display.note(note)
-        write_run_info(folder)
-        with run.snapshots, StopRequest() as stop:
+        on_first(lambda: write_run_info(folder))
+        with run.snapshots, StopRequest(any_process if several() else None) as stop:
             if resume:
                 run.restore()
-                write_config(folder, config)  # with the overrides of this call, now that nothing refused them
+                # With the overrides of this call, now that nothing refused them.
+                on_first(lambda: write_config(folder, config))
             start = run.version
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
             # At step 0 the first evaluation is made again, so its row must go as well.
             resumed = (start or -1) if resume else None
             asynchronous = getattr(run, "stream", None) is not None
-            trackers = make_trackers(config.trackers, folder, as_data(config))
+            trackers = make_trackers(config.trackers, folder, as_data(config)) if is_first() else ()
             with (
                 MetricsWriter(folder, resumed, trackers=trackers) as metrics_out,
                 SamplesWriter(folder, resumed) as samples_out,
@@ -816,7 +829,7 @@ def _session(
             run.snapshots.wait()
         display.phase("report", 0, 0)
         try:
-            report = write_report(folder)
+            report = write_report(folder) if is_first() else None
         except KeyboardInterrupt as error:
             error.add_note(f"The run is saved; its report is written by: jaxrl report {folder}.")
             raise
@@ -870,7 +883,7 @@ def loop(
             display.phase(run.phase, 0, run.rows)
 
             def progress(stats: Any) -> None:
-                stop.check()
+                stop.check(often=True)
                 display.phase(run.phase, stats.completions, run.rows)
 
             known = run.parity
@@ -923,7 +936,7 @@ def measured(run: BaseRun, display: Any, stop: StopRequest | None) -> dict[str, 
 
     def progress(done: int, total: int) -> None:
         if stop is not None:
-            stop.check()
+            stop.check(often=True)
         display.phase("evaluation", done, total)
 
     display.phase("evaluation", 0, run.config.evaluation.items)

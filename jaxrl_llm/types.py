@@ -211,7 +211,9 @@ class TokenBatch:
     # [B, T, E], the teacher's last hidden state that token t is predicted from; with its output head, this is its
     # distribution over the vocabulary, which is too large to keep
     hidden_teacher: Array | None = None
-    routing_ids: Array | None = None  # i32[B, T, layers, K], experts chosen while sampling
+    # i32[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; every
+    # policy's log-probs are computed with these. -1 = not known, the router chooses. None = all are -1, or a dense model.
+    routing_ids: Array | None = None
 
     advantage: Array | None = None  # f32[B, T]
     returns: Array | None = None  # f32[B, T]
@@ -408,7 +410,12 @@ class PolicyOutput:
     value: Array | None = None  # f32[B, T]
     topk_logprob: Array | None = None  # f32[B, T, K], at batch.topk_ids
     divergence: Array | None = None  # f32[B, T], full-vocabulary divergence to a teacher
-    router_probs: Array | None = None  # f32[B, T, layers, experts]
+    router_probs: Array | None = (
+        None  # f32[B, T, layers, experts], of the token before, that this one comes from
+    )
+    # `models.experts.Routed` of [B, T, layers], without probs: what the routers did with each token itself, prompts
+    # included; None of a dense model
+    routed: Any = None
 
 
 @flax.struct.dataclass(kw_only=True)

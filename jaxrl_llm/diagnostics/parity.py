@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_llm.diagnostics.environment import describe_environment
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.host import read
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, TokenBatch
 
@@ -202,7 +203,7 @@ def certify(
     completions = sample(probes)
     behavior = [np.asarray(c.logprobs, np.float32) for c in completions]
     batch, places = _batch(completions, temperature, rows_multiple, pad_id)
-    scored = np.asarray(jax.device_get(score(params, batch)), np.float32)
+    scored = np.asarray(read(score(params, batch)), np.float32)
     learner = [scored[place] for place in places]
     gap = _gaps(behavior, learner)
     exact_gap = exact_histogram = None

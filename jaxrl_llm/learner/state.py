@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.types import LearnerState
@@ -85,9 +86,9 @@ def init_state(
             "init_state: a mesh needs config=, which says along which axes each parameter may be split."
         )
     shardings = state_shardings(jax.eval_shape(build, params, critic, key), optimizer, config, mesh, rules)
-    placed = jax.device_put(params, shardings.params)
-    critic = jax.device_put(critic, shardings.critic)
-    return jax.jit(build, out_shardings=shardings)(placed, critic, jax.device_put(key, shardings.key))
+    placed = place(params, shardings.params)
+    critic = place(critic, shardings.critic)
+    return jax.jit(build, out_shardings=shardings)(placed, critic, place(key, shardings.key))
 
 
 def finish_train_step(state: LearnerState) -> LearnerState:

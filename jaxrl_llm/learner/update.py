@@ -18,9 +18,10 @@ from jaxrl_llm.learner.score import teacher_needs
 from jaxrl_llm.learner.share import coefficients, gradient_share
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
-from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, row_sharding, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
@@ -147,6 +148,7 @@ def make_update_step(
     Raises:
       ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
@@ -177,6 +179,7 @@ def make_update_step(
             blocks=shards,
             gradient_sums=gradient_sums,
             teacher=head,
+            rows=row_sharding(mesh),
         )
 
     def pinned(tree, shardings):

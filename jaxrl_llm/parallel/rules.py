@@ -23,6 +23,7 @@ __all__ = [
     "param_shardings",
     "partition_spec",
     "replicated",
+    "row_sharding",
     "state_shardings",
 ]
 
@@ -35,6 +36,7 @@ DEFAULT_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
 }
 
 
@@ -132,6 +134,11 @@ def state_shardings(
     return dataclasses.replace(
         rest, params=params, opt_state=opt_state, reference=None if state.reference is None else params
     )
+
+
+def row_sharding(mesh: Mesh | None) -> NamedSharding | None:
+    """Of an array whose first axis is rows of a batch, or blocks of them; None without a mesh."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_shardings(batch: TokenBatch, mesh: Mesh) -> TokenBatch:

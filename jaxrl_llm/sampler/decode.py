@@ -20,7 +20,9 @@ import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
+from jaxrl_llm.models.experts import EXACT
 from jaxrl_llm.ops.quantize import Precision, QuantizedMatrix, Stored, quantize_matrix, weight_product
+from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.sampler.attention import PageAttention, decode_step, init_pages, prefill_step
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
@@ -123,7 +125,7 @@ def _head(params: Any, config: ModelConfig) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(layers: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), layers)
+    return {name: x if name in EXACT else x.astype(dtype) for name, x in layers.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "kind"))
@@ -131,6 +133,7 @@ def _quantize(layers: Any, dtype: str, kind: str) -> Any:
     return {
         name: x.astype(dtype) if x.ndim < 3 else quantize_matrix(x, kind)  # norms have one number a channel
         for name, x in layers.items()
+        if name not in EXACT
     }
 
 
@@ -146,8 +149,9 @@ def prepare_for_sampling(params: Any, config: ModelConfig, weights: Precision = 
     """
     layers = params["layers"]
     if weights != "compute":
-        layers = _quantize(layers, config.dtype, weights)
-    elif any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
+        exact = {name: x for name, x in layers.items() if name in EXACT}
+        layers = _quantize(layers, config.dtype, weights) | exact
+    elif any(x.dtype != jnp.dtype(config.dtype) for name, x in layers.items() if name not in EXACT):
         layers = _cast(layers, config.dtype)
     head = params.get("head")
     if head is None or head.dtype != jnp.dtype(config.logits_dtype):
@@ -205,7 +209,7 @@ def _run_layers(
             attended, after, new = pages.attend(q, k, v, index, carried)
             return attended, (after, new)
 
-        x, (carried, new) = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
+        x, (carried, new), _ = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
         return (x, carried), new
 
     x = embed({"embed": weights.embed}, config, tokens)
@@ -416,7 +420,7 @@ def launch(
     raw: bool = False,
     top: int = 0,
     support: int = 0,
-    device: jax.Device | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
 ) -> Dispatch:
     """Starts one dispatch, up to `steps` tokens of every live row, and does not wait. `state.cache` is donated.
 
@@ -426,13 +430,13 @@ def launch(
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
       truncate, raw, top, support: see `sampling.draw`; `support` only with `truncate`.
-      device: where the weights and the pages are, if they are bound to one.
+      device: where the weights and the pages are: a device, or a copy on each of several.
     """
     rows = {
         name: getattr(state, name)
         for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
-    arguments = jax.device_put((rows, tables, np.int32(max(1, least))), device)
+    arguments = place((rows, tables, np.int32(max(1, least))), device)
     return Dispatch(
         *_generate(
             weights,
@@ -450,7 +454,7 @@ def launch(
 
 def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, ResultTokens]:
     """Waits for a dispatch: the state after it and what it sampled."""
-    (token, position, active), (out, ran) = jax.device_get((dispatch.carried, dispatch.results))
+    (token, position, active), (out, ran) = read((dispatch.carried, dispatch.results))
     state = dataclasses.replace(state, cache=dispatch.cache, token=token, position=position, active=active)
     return state, ResultTokens(
         tokens=out["tokens"],

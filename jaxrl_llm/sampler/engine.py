@@ -23,6 +23,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
+from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import AttentionPath, attention_path
 from jaxrl_llm.sampler.base import (
@@ -209,6 +210,7 @@ class Engine:
         self._mesh = mesh
         self._device = device
         self._prefill_on = prefill_on
+        self._where: Any = device  # what the host gives to the programs: a device, a sharding, or None
         self._rules = RuleTable(config.vocab_size, tuple(config.eos_ids), tokenizer)
         self._width = table_width or pages_for(self.max_context, page_size)
         self._allocator = PageAllocator(pages)
@@ -287,7 +289,7 @@ class Engine:
         """
         if self._pending is not None:
             raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
-        here = self._put(weights) if self._device else weights
+        here = jax.device_put(weights, self._device) if self._device else weights
         there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
         state = prefill_cache = None
         if self._weights is None:
@@ -302,7 +304,7 @@ class Engine:
             )
             home = _home(here, self._mesh)
             if home is not None:
-                state = dataclasses.replace(state, cache=jax.device_put(state.cache, home))
+                state = dataclasses.replace(state, cache=place(state.cache, home))
             if self._prefill_on is not None:
                 prefill_cache = jax.device_put(state.cache, self._prefill_on)
         return Staged(here, version, fingerprint, there, state, prefill_cache)
@@ -310,6 +312,7 @@ class Engine:
     def commit(self, staged: Staged, *, pages: Pages) -> None:
         """Serves staged weights from the next dispatch on; nothing can be refused any more."""
         self._weights, self._prefill_weights = staged.weights, staged.prefill_weights
+        self._where = self._device or everywhere(self._weights)
         self.version, self.fingerprint = staged.version, staged.fingerprint or None
         if staged.state is not None:
             self._state, self._prefill_cache = staged.state, staged.prefill_cache
@@ -658,7 +661,7 @@ class Engine:
                 *jax.device_put(arguments, self._prefill_on),
                 top=top,
             )
-        found = None if scores is None else jax.device_get(scores)
+        found = None if scores is None else read(scores)
         for r, (_, done, pages, owner) in enumerate(jobs):
             S = self._page_size
             if self._prefill_on is not None:
@@ -741,7 +744,7 @@ class Engine:
     def _store(self, pages: list[int]) -> Any:
         ids = np.full(self._width, NOBODY, np.int32)
         ids[: len(pages)] = pages
-        stored = jax.device_get(decode.store_pages(self._state.cache, self._put(ids)))
+        stored = read(decode.store_pages(self._state.cache, self._put(ids)))
         return jax.tree.map(lambda x: x[:, : len(pages)].copy(), stored)
 
     def _load(self, row: Row) -> None:
@@ -780,7 +783,7 @@ class Engine:
             raw=any(s.raw_logprobs for s in samplings),
             support=max(s.support_width(self.config.vocab_size) for s in samplings),
             top=self._listed(wanted),
-            device=self._device,
+            device=self._where,
         )
         return running, dispatch, began
 
@@ -789,7 +792,7 @@ class Engine:
         return min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size)
 
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._device)
+        return place(tree, self._where)
 
     def _current(self, row: Row) -> bool:
         """Whether all K/V of a row are of the weights that are served now."""
@@ -997,9 +1000,12 @@ def check_params(params: Any, config: ModelConfig) -> None:
 
 
 def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
-    """Where the pages live: on every device of the mesh, else on the one device of the weights."""
+    """Where the pages live: on every device of the mesh, given or that of the weights, else on their one device."""
     if mesh is not None:
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    spread = everywhere(weights)
+    if spread is not None:
+        return spread
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.
     return shardings.pop() if len(shardings) == 1 else None

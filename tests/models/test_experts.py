@@ -1,0 +1,178 @@
+"""Mixtures of experts: the layer itself, and Qwen3-MoE through learner, sampler, mesh and files."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_llm import recipes
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.score import make_score
+from jaxrl_llm.learner.state import init_state
+from jaxrl_llm.learner.update import make_prepare, make_update_step
+from jaxrl_llm.models.config import TINY_MOE
+from jaxrl_llm.models.experts import expert_mlp
+from jaxrl_llm.models.formats.export import save_hf
+from jaxrl_llm.models.load import load_model
+from jaxrl_llm.models.params import init_params
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.types import TokenBatch
+
+E, K, D = TINY_MOE.num_experts, TINY_MOE.experts_per_token, TINY_MOE.hidden_size
+
+
+@functools.cache
+def params():
+    return init_params(TINY_MOE, jax.random.key(0))
+
+
+def one_layer():
+    return jax.tree.map(lambda x: x[0], params()["layers"])
+
+
+def hidden(rows=4, tokens=16, dtype="float32"):
+    return jax.random.normal(jax.random.key(1), (rows, tokens, D), dtype)
+
+
+def by_hand(layer, h, ids=None):
+    """Every expert for every token, and then a weighted sum."""
+    probs = jax.nn.softmax(h @ layer["router"], axis=-1)
+    chosen = jax.lax.top_k(probs, K)[1] if ids is None else ids
+    gates = jnp.take_along_axis(probs, chosen, axis=-1)
+    gates = gates / gates.sum(-1, keepdims=True)
+    up = jnp.einsum("btd,edf->btef", h, layer["expert_up"])
+    gate = jnp.einsum("btd,edf->btef", h, layer["expert_gate"])
+    every = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, layer["expert_down"])
+    return jnp.sum(jnp.take_along_axis(every, chosen[..., None], axis=2) * gates[..., None], axis=2)
+
+
+def test_the_layer_is_the_weighted_sum_of_its_experts_and_so_is_its_gradient():
+    layer, h = one_layer(), hidden()
+    weights = jax.random.normal(jax.random.key(2), h.shape)
+
+    def total(run):
+        return jax.jit(jax.value_and_grad(lambda layer, h: jnp.sum(run(layer, h) * weights), (0, 1)))
+
+    value, grads = total(lambda layer, h: expert_mlp(layer, TINY_MOE, h)[0])(layer, h)
+    expected, expected_grads = total(by_hand)(layer, h)
+    assert value == pytest.approx(float(expected), rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected_grads)
+    assert all(np.abs(grads[0][name]).max() > 0 for name in ("router", "expert_gate", "expert_down"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(dtype):
+    config = dataclasses.replace(TINY_MOE, dtype=dtype)
+    layer = jax.tree.map(lambda x: x.astype(dtype), one_layer())
+    h = hidden(8, 1, dtype)
+    run = jax.jit(lambda h: expert_mlp(layer, config, h)[0])
+    y = run(h)
+    order = np.array([5, 0, 7, 2, 1, 4, 6, 3])
+    np.testing.assert_array_equal(run(h[order]), y[order])
+    others = h.at[1:].set(3 * hidden(8, 1, dtype)[::-1][1:] + 1)  # the first token among strangers
+    np.testing.assert_array_equal(run(others)[0], y[0])
+    crowd = jnp.broadcast_to(h[:1], h.shape)  # all want the same experts
+    np.testing.assert_array_equal(run(crowd), jnp.broadcast_to(y[:1], y.shape))
+
+
+def test_given_experts_are_used_with_the_gates_that_the_router_gives_them_now():
+    layer, h = one_layer(), hidden()
+    ids = jax.random.permutation(
+        jax.random.key(3), jnp.broadcast_to(jnp.arange(E), (4, 16, E)), -1, independent=True
+    )
+    ids = ids[..., :K].at[0, 0].set(-1)
+    y, routed = expert_mlp(layer, TINY_MOE, h, ids)
+    own = jax.lax.top_k(h[0, 0] @ layer["router"], K)[1]
+    expected = by_hand(layer, h, ids.at[0, 0].set(own))
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    np.testing.assert_array_equal(routed.ids, ids.at[0, 0].set(own))
+
+
+def test_capacity_drops_the_last_tokens_of_a_full_expert_and_counts_them():
+    config = dataclasses.replace(TINY_MOE, expert_capacity=0.5)
+    layer, h = one_layer(), hidden()
+    y, routed = expert_mlp(layer, config, h)
+    room = int(np.ceil(0.5 * h.shape[0] * h.shape[1] * K / E))
+    ids, seen = np.asarray(routed.ids).reshape(-1, K), np.zeros(E, int)
+    dropped = np.zeros(len(ids))
+    for n, chosen in enumerate(ids):
+        for e in chosen:
+            dropped[n] += seen[e] >= room
+            seen[e] += 1
+    assert 0 < dropped.sum() < ids.size
+    np.testing.assert_array_equal(np.asarray(routed.dropped).reshape(-1), dropped)
+    whole = np.asarray(expert_mlp(layer, TINY_MOE, h)[0]).reshape(-1, D)
+    np.testing.assert_allclose(np.asarray(y).reshape(-1, D)[dropped == 0], whole[dropped == 0], atol=1e-6)
+    assert np.all(np.asarray(y).reshape(-1, D)[dropped == K] == 0)
+
+
+def test_a_saved_model_is_read_back_bit_for_bit(tmp_path):
+    folder = save_hf(TINY_MOE, params(), None, tmp_path / "moe")
+    loaded = load_model(folder)
+    assert loaded.config == TINY_MOE
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params())
+    assert loaded.config.num_parameters == sum(x.size for x in jax.tree.leaves(loaded.params))
+    config = json.loads((folder / "config.json").read_text())
+    for change, part in (
+        ({"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_experts=8"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size must be a positive integer"),
+        ({"num_experts": 10**9}, "num_experts=1000000000"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(InputError, match="config.json|the files hold") as caught:
+            load_model(folder)
+        assert part in str(caught.value)
+
+
+def batch(rows=8, tokens=16):
+    rng = np.random.default_rng(0)
+    mask = np.broadcast_to(np.arange(tokens) >= 3, (rows, tokens))
+    return TokenBatch.from_rows(
+        rng.integers(3, 128, (rows, tokens)),
+        mask,
+        group=np.arange(rows) // 4,
+        reward=np.arange(rows) % 2 * np.float32(1),
+        logprob_behavior=np.where(mask, -4.5, 0).astype(np.float32),
+        lengths=np.array([16, 16, 12, 16, 16, 9, 16, 16]),
+    )
+
+
+@functools.cache
+def updated(sizes, micro_batch_rows=None):
+    """(parameters after a step of gradient descent, metrics, log-probs before)."""
+    mesh = None if sizes is None else make_mesh(*sizes[:3], expert=sizes[3])
+    objective, optimizer = recipes.grpo(), optax.sgd(0.1)
+    copies = jax.tree.map(lambda x: x.copy(), params())
+    state = init_state(copies, optimizer, objective, key=jax.random.key(1), config=TINY_MOE, mesh=mesh)
+    score = make_score(TINY_MOE, mesh)(state.params, batch())
+    prepared, objective_state = make_prepare(objective, mesh)(batch(), state.objective_state)
+    state = dataclasses.replace(state, objective_state=objective_state)
+    step = make_update_step(objective, TINY_MOE, optimizer, mesh, micro_batch_rows=micro_batch_rows)
+    state, metrics = step(state, prepared)
+    figures = {k: float(m.value) for k, m in metrics.items()}
+    return jax.tree.map(np.asarray, state.params), figures, np.asarray(score)
+
+
+def same(found, expected):
+    for name, value in expected[1].items():
+        assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert expected[1]["grad_norm"] > 0
+    np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], expected[0])
+
+
+def test_micro_batches_change_no_number():
+    same(updated(None, 2), updated(None))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), pytest.param((1, 1, 2, 4), marks=pytest.mark.slow)])
+def test_a_mesh_changes_no_number(sizes):
+    same(updated(sizes), updated(None))
