@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxrl_llm.rewards.extract import after_thinking, is_thinking_tag, opens_thinking
-from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rewards.score import Score, computed
 from jaxrl_llm.rollout.filters import by_group, fill_groups, is_informative
 from jaxrl_llm.rollout.task import Task, item_of
 from jaxrl_llm.sampler.base import Completion
@@ -101,7 +101,7 @@ def score_completion(task: Task, completion: Completion, text: str) -> Score:
     if completion.stop is StopReason.CANCELLED:
         return Score(None, reason="the completion was cancelled")
     try:
-        return task.score(item_of(completion.prompt), text)
+        return computed(task.score(item_of(completion.prompt), text), task.name)
     except Exception as error:  # one broken verifier call must not end a run; it is counted
         return Score(None, reason=f"the verifier of {task.name} raised {type(error).__name__}: {error}")
 

@@ -209,6 +209,28 @@ def test_r12_errors_are_none_with_a_reason_and_counted():
     assert metrics["reward/mean"] == metrics["reward/accuracy"] == 1.0  # a failure of the verifier is no 0
 
 
+@pytest.mark.parametrize(
+    "given,reward,part",
+    [
+        (Score(0.5, {"form": 0.5}), 0.5, 0.5),
+        (Score(True, {"form": np.float32(1)}), 1.0, 1.0),
+        (Score(np.float64(0.25), {"form": None}), 0.25, None),
+        (Score(float("nan"), {"form": float("nan")}), None, None),
+        (Score(float("-inf"), {"form": float("inf")}), None, None),
+        (Score(10**400, {"form": "1"}), None, None),
+        (Score("1"), None, None),
+        (1.0, None, None),
+        (None, None, None),
+    ],
+)
+def test_r12_what_is_no_finite_number_is_no_reward(given, reward, part):
+    task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=lambda *_: given))
+    (t,), metrics = collect([completion(" 3", prompt())], task, TOKENIZER, parts=("form",))
+    assert t.reward == reward and t.rewards["form"] == part
+    assert metrics["reward/errors"] == float(reward is None) and np.isfinite(list(metrics.values())).all()
+    assert bool(t.reason) == (reward is None)
+
+
 def test_r16_tool_output_is_not_the_models_answer():
     """assistant, assistant, TOOL('42'), pad: the reward sees two tokens and sits on the second."""
     ids = np.array([*TOKENIZER.encode("qab42"), 0], np.int32)
