@@ -798,6 +798,7 @@ class Engine:
             (device,) = state.cache.k.devices()
             if same_bits(self.config, state.slots, self._page_size, self._precision[1], device):
                 self._tiled = True
+                self.stats.shared_reads += 1
                 return plan
         # A program without tiles would be another one to compile.
         return unused_tiles(state.slots, self._width) if self._tiled else None

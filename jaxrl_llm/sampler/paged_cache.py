@@ -111,7 +111,9 @@ class Tiles:
     Up to G rows make a tile, C tiles are computed at once, X times C is the most that there can be.
     """
 
-    rows: Any  # i32[X, C, G], the row at each place; unused places hold any row, and nobody reads their result
+    rows: (
+        Any  # i32[X, C, G], the row at each place; unused places hold any row, and nobody reads their result
+    )
     table: Any  # i32[X, C, W], the pages that all rows of a tile begin with
     pages: Any  # i32[X, C], how many those are; 0 in an unused tile
     used: Any  # i32[], so many of the X are computed
@@ -317,7 +319,9 @@ def _visit_pages(
     return jax.lax.fori_loop(0, blocks, body, carry)
 
 
-def _visit_tiles(cache: PagedCache, layer: Array, tiles: Tiles, q: Array, carry) -> tuple[Array, Array, Array]:
+def _visit_tiles(
+    cache: PagedCache, layer: Array, tiles: Tiles, q: Array, carry
+) -> tuple[Array, Array, Array]:
     """`_visit_pages` for the pages that rows read in tiles: the carry of each row after its first `tiles.skip`."""
     B, N, Q, _ = q.shape
     X, C, G = tiles.rows.shape
