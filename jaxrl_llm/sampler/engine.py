@@ -35,10 +35,11 @@ from jaxrl_llm.sampler.base import (
     as_prompts,
     is_integer,
 )
-from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
+from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, PagedCache, Tiles, pages_for
 from jaxrl_llm.sampler.rules import Rule, RuleTable
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
 from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
+from jaxrl_llm.sampler.sharing import plan_tiles, same_bits, unused_tiles
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -235,6 +236,7 @@ class Engine:
             chosen = (config.num_layers, config.experts_per_token)
             self._routing = np.full((pages, page_size, *chosen), -1, np.int16)
         self._arrived: list[int] = []  # pages that prefill has written since `_move_over`
+        self._tiled = False  # a dispatch has read pages in tiles
         self._pending: tuple[list[Row], decode.Dispatch, float] | None = None
         self._rows: dict[int, Row] = {}
         self._next_id = 0
@@ -803,12 +805,14 @@ class Engine:
             floors=any(s.min_tokens for s in samplings),
             rules={row.request.rule.index for row in running},
         )
+        tiles = self._tiles()
         began = time.perf_counter()
         dispatch = decode.launch(
             self._weights,
             self.config,
             self._state,
             tables=tables,
+            tiles=tiles,
             steps=self._steps,
             least=len(running) if self._scheduler.queued else 1,
             truncate=any(s.truncated_support for s in samplings),
@@ -818,6 +822,21 @@ class Engine:
             device=self._where,
         )
         return running, dispatch, began
+
+    def _tiles(self) -> Tiles | None:
+        """What the rows of the next dispatch read together, if that is faster and changes no bit."""
+        state = self._state
+        if not isinstance(state.cache, PagedCache) or len(state.cache.k.devices()) > 1:
+            return None
+        plan = plan_tiles(state.table, state.position, state.active, self._page_size)
+        if plan is not None:
+            (device,) = state.cache.k.devices()
+            if same_bits(self.config, state.slots, self._page_size, self._precision[1], device):
+                self._tiled = True
+                self.stats.shared_reads += 1
+                return plan
+        # A program without tiles would be another one to compile.
+        return unused_tiles(state.slots, self._width) if self._tiled else None
 
     def _listed(self, wanted: int) -> int:
         """Length of the lists of likeliest tokens that a program makes: one of a few, so that few are compiled."""
