@@ -63,6 +63,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import (
     Score,
@@ -90,6 +91,7 @@ from jaxrl_llm.objectives import (
     check_trainable,
     is_trust_region,
 )
+from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.rollout.checks import reward_parts
 from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, staleness_metrics
 from jaxrl_llm.rollout.evaluate import evaluate
@@ -397,6 +399,8 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
+                if not updates and self.version % CHECK_EVERY == 0:
+                    self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
                     masses.append((mass, minibatch.trajectory, minibatch.mask))
@@ -409,6 +413,21 @@ class BaseRun(abc.ABC):
             "time/score": scored - begin,
             "time/update": done - scored,
         }
+
+    def check_reductions(self, batch: TokenBatch, metrics: dict[str, Mean]) -> None:
+        """Compares the sums of an update with the host's, and over a mesh the gradient of a probe with its formula.
+
+        Raises:
+          ReductionError: they differ.
+        """
+        check_sums(metrics, batch, batch_shards(self.mesh))
+        if self.mesh is not None:
+            self.probe(batch)
+
+    @functools.cached_property
+    def probe(self) -> Callable[[TokenBatch], None]:
+        """See `learner.reductions`."""
+        return make_reduction_check(self.mesh, micro_batch_rows=self.config.learner.micro_batch_rows)
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""

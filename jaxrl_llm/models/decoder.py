@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxrl_llm.models.attention import segment_attention, visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import DENSE, dense
+from jaxrl_llm.parallel.rules import Layout
 
 __all__ = [
     "Remat",
@@ -119,10 +120,12 @@ def pinned(x: Array, sharding: jax.sharding.Sharding | None) -> Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:
+def embed(params: Any, config: ModelConfig, tokens: Array, layout: Layout | None = None) -> Array:
     """[B, T, D] in the compute dtype."""
-    # Gathered before the cast: the gradient then adds up in the dtype of the parameter.
-    return params["embed"][tokens].astype(config.dtype)
+    # Gathered before the cast: the gradient then adds up in the dtype of the parameter. Held to the shards of the table,
+    # it goes from rows to them in the compute dtype; else all of it is gathered on every device.
+    looked_up = None if layout is None else layout.looked_up
+    return pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
 
 
 def head_matrix(params: Any) -> Array:
@@ -144,7 +147,7 @@ def forward(
     *,
     remat: Remat = False,
     gradient_sums: Any = None,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -156,10 +159,10 @@ def forward(
         outputs of its products with weights and recomputes the cheap rest.
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
-      rows: how [B, ...] is split over a mesh. Between layers the activations are held to it: left to itself, XLA splits
-        the residual stream as the weights are, and then sums activations over the mesh instead of gathering weights.
+      layout: of the activations on a mesh.
     """
     context = (rope_tables(config, positions), visible_tokens(segments))
+    rows = None if layout is None else layout.rows
 
     def body(x, layer, context):
         rope, visible = context
@@ -168,7 +171,7 @@ def forward(
         )
         return pinned(out, rows)
 
-    x = pinned(embed(params, config, tokens), rows)
+    x = pinned(embed(params, config, tokens, layout), rows)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")

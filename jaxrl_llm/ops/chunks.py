@@ -90,4 +90,6 @@ class Chunks(NamedTuple):
 
         # The second bound never acts; it tells whoever reads the program (`planning.hlo`) how long the loop can be.
         state = (jnp.int32(0), carry, outputs)
-        return jax.lax.while_loop(lambda state: (state[0] < self.needed) & (state[0] < chunks), body, state)[1:]
+        return jax.lax.while_loop(lambda state: (state[0] < self.needed) & (state[0] < chunks), body, state)[
+            1:
+        ]

@@ -40,6 +40,7 @@ from jaxrl_llm.models.decoder import Remat, forward, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
+from jaxrl_llm.parallel.rules import Layout
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
@@ -81,6 +82,11 @@ class _HeadPlan(NamedTuple):
     find: int = 0  # K of the likeliest tokens to look up; not differentiable
     divergence: Divergence | None = None
     teacher_dtype: str = "float32"  # of the operands of the teacher's product
+    layout: Layout | None = None  # on a mesh
+
+    def weight(self, w_DV: Array) -> Array:
+        """The head as it is multiplied with, the same in every chunk."""
+        return pinned(w_DV.astype(self.dtype), None if self.layout is None else self.layout.head)
 
 
 class TeacherHead(NamedTuple):
@@ -183,7 +189,7 @@ def _head_forward(
     plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
 ):
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
     def compute(_, chunk):
@@ -244,7 +250,7 @@ def _head_backward(plan, residuals, cotangents):
     if plan.divergence is not None:
         d_divergence = jnp.where(active_RM, cotangents.divergence, 0.0)
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
@@ -296,6 +302,7 @@ def _head_backward(plan, residuals, cotangents):
         compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own, whole))
     )
     dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
+    dw_DV = pinned(dw_DV, None if plan.layout is None else plan.layout.head_gradient)
     return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
 
@@ -325,7 +332,7 @@ def head_output(
     support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> HeadOutput:
     """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
@@ -348,7 +355,7 @@ def head_output(
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
-      rows: how the rows are split over a mesh.
+      layout: on a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
@@ -373,7 +380,7 @@ def head_output(
     wide = jnp.promote_types(dtype, jnp.float32)
     if listed is not None and find:
         raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")
-    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find), None
+    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find, layout=layout), None
     if teacher is None:
         hidden_teacher = None
     else:
@@ -388,7 +395,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        pinned(block(h_BTD, 0), rows),
+        pinned(block(h_BTD, 0), None if layout is None else layout.rows),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -445,11 +452,11 @@ def _shifted(
     teacher=None,
     hidden_teacher=None,
     support=None,
-    rows=None,
+    layout=None,
     **options,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
-    hidden = forward(params, config, tokens, positions, segments, rows=rows, **options)
+    hidden = forward(params, config, tokens, positions, segments, layout=layout, **options)
     wanted = wanted & _continues(segments)
     out = head_output(
         hidden,
@@ -466,7 +473,7 @@ def _shifted(
         support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
-        rows=rows,
+        layout=layout,
     )
     return jax.tree.map(_behind, out)
 
@@ -483,7 +490,7 @@ def policy_output(
     blocks: int = 1,
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -501,7 +508,7 @@ def policy_output(
       gradient_sums: see `models.decoder.forward`.
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
-      rows: see `models.decoder.forward`.
+      layout: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
@@ -538,21 +545,19 @@ def policy_output(
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
-        rows=rows,
+        layout=layout,
     )
     return PolicyOutput(
         logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
     )
 
 
-def hidden_states(
-    params: Any, config: ModelConfig, batch: TokenBatch, rows: jax.sharding.Sharding | None = None
-) -> Array:
+def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch, layout: Layout | None = None) -> Array:
     """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
     """
-    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, rows=rows)
+    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, layout=layout)
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
 
@@ -565,7 +570,7 @@ def likeliest_tokens(
     *,
     chunk: int | None = None,
     blocks: int = 1,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
@@ -585,7 +590,7 @@ def likeliest_tokens(
         blocks=blocks,
         find=k,
         support=batch.support_ids,
-        rows=rows,
+        layout=layout,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob

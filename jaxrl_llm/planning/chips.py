@@ -33,12 +33,8 @@ class Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip(
-        hbm_bytes=32 * _GIB, flops=275e12, hbm_speed=1228 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G
-    ),
-    "v5e": Chip(
-        hbm_bytes=16 * _GIB, flops=197e12, hbm_speed=819 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G
-    ),
+    "v4": Chip(hbm_bytes=32 * _GIB, flops=275e12, hbm_speed=1228 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G),
+    "v5e": Chip(hbm_bytes=16 * _GIB, flops=197e12, hbm_speed=819 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G),
     "v5p": Chip(
         hbm_bytes=95 * _GIB, flops=459e12, hbm_speed=2765 * _G, ici_speed=180 * _G, dcn_speed=6.2 * _G
     ),
@@ -107,7 +103,10 @@ def topology_of(name: str, slices: int = 1) -> Topology:
 
 
 def device_mesh(
-    topology: Topology, sizes: Mapping[str, int], devices: tuple[Any, ...] | None = None, dcn_axis: str = "data"
+    topology: Topology,
+    sizes: Mapping[str, int],
+    devices: tuple[Any, ...] | None = None,
+    dcn_axis: str = "data",
 ) -> Mesh:
     """A mesh over devices of a topology; several slices lie along `dcn_axis`, so that only it crosses between them.
 
@@ -138,9 +137,7 @@ def device_mesh(
         inner = tuple(size // slices if name == dcn_axis else size for name, size in sizes.items())
         outer = tuple(slices if name == dcn_axis else 1 for name in sizes)
         with _quiet():
-            grid = mesh_utils.create_hybrid_device_mesh(
-                inner, outer, devices, allow_split_physical_axes=True
-            )
+            grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
     elif needed == 1:
         grid = np.array(devices).reshape(shape)
     else:
@@ -174,5 +171,3 @@ def peak_time(chip: Chip, flops: float, hbm: float, ici: float, dcn: float) -> d
         "ici": ici / chip.ici_speed,
         "dcn": dcn / chip.dcn_speed,
     }
-
-

@@ -67,7 +67,9 @@ class Cost:
     flops: float  # of matrix products and convolutions
     hbm_bytes: float  # read and written
     collectives: tuple[Collective, ...]
-    largest: tuple[tuple[Array, str], ...]  # arrays that the program makes in HBM, and which operation makes them
+    largest: tuple[
+        tuple[Array, str], ...
+    ]  # arrays that the program makes in HBM, and which operation makes them
     dynamic_loops: tuple[str, ...]  # operations whose number of turns depends on the data
     kernels: tuple[str, ...]  # custom kernels, whose work the text does not tell
 
@@ -201,7 +203,7 @@ def _window(attributes: str, dims: int) -> list[tuple[int, int, int, int, int]]:
         return [default] * dims if text is None else [int(n.split("_")[0]) for n in text.split("x")]
 
     fields = (("size", 1), ("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-    return list(zip(*(numbers(*field) for field in fields), strict=True)) if dims else []  # type: ignore[arg-type]
+    return list(zip(*(numbers(*field) for field in fields), strict=True)) if dims else []
 
 
 # ------------------------------------------------------------------------------------- collectives
@@ -332,9 +334,7 @@ class _Counter:
             self.walk(name, times, in_memory)
             results.append((self.flops, self.hbm, self.collectives))
         self.flops, self.hbm, self.collectives = kept
-        flops, hbm, collectives = max(
-            results, key=lambda r: (r[0], r[1] + sum(b for _, b in r[2].values()))
-        )
+        flops, hbm, collectives = max(results, key=lambda r: (r[0], r[1] + sum(b for _, b in r[2].values())))
         self.flops, self.hbm = self.flops + flops, self.hbm + hbm
         for key, (count, size) in collectives.items():
             self.collectives[key][0] += count
@@ -439,7 +439,7 @@ class _Counter:
             source = around.get(name)
             if source is None or len(source.arrays) != 1 or source.arrays[0].fast:
                 continue
-            whole = source.arrays[0].bytes
+            whole: float = source.arrays[0].bytes
             if i.opcode == "fusion":
                 whole = min(whole, self.read_by(str(i.called("calls")), position, whole))
             read += whole

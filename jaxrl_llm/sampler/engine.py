@@ -24,7 +24,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import AttentionPath, attention_path
+from jaxrl_llm.sampler.attention import AttentionPath, attention_path, page_sharding
 from jaxrl_llm.sampler.base import (
     Completion,
     PromptScores,
@@ -300,7 +300,7 @@ class Engine:
                 kv=self._precision[1],
                 path=attention_of(self.config, here, self._mesh, self._precision[1]).name,
             )
-            home = _home(here, self._mesh)
+            home = _home(self.config, here, self._mesh)
             if home is not None:
                 state = dataclasses.replace(state, cache=jax.device_put(state.cache, home))
             if self._prefill_on is not None:
@@ -996,13 +996,17 @@ def check_params(params: Any, config: ModelConfig) -> None:
         )
 
 
-def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
-    """Where the pages live: on every device of the mesh, else on the one device of the weights."""
+def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
+    """Where the pages live: on the mesh, that of the weights if none is given, else on the one device of the weights."""
     if mesh is not None:
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.
-    return shardings.pop() if len(shardings) == 1 else None
+    if len(shardings) == 1:
+        return shardings.pop()
+    meshes = {getattr(sharding, "mesh", None) for sharding in shardings}
+    over = meshes.pop() if len(meshes) == 1 else None
+    return page_sharding(config, over) if isinstance(over, jax.sharding.Mesh) else None
 
 
 def attention_of(
