@@ -67,6 +67,7 @@ from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_tra
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import (
     Score,
@@ -96,6 +97,7 @@ from jaxrl_llm.objectives import (
 )
 from jaxrl_llm.parallel.agree import any_process, check_same, is_first, on_first, several
 from jaxrl_llm.parallel.host import place, read
+from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.processes import check_covers
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.checks import reward_parts
@@ -380,7 +382,9 @@ class BaseRun(abc.ABC):
         config, version = self.config, self.version
         begin = time.perf_counter()
         self.hand_over(version)
-        if several():  # what is taken from it, here and there, is then an array of all of them
+        if (
+            self.mesh is not None and several()
+        ):  # what is taken from it, here and there, is then an array of all of them
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -411,6 +415,8 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
+                if not updates and self.version % CHECK_EVERY == 0:
+                    self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
                     masses.append((mass, minibatch.trajectory, minibatch.mask))
@@ -438,6 +444,21 @@ class BaseRun(abc.ABC):
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
         """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
         return {}
+
+    def check_reductions(self, batch: TokenBatch, metrics: dict[str, Mean]) -> None:
+        """Compares the sums of an update with the host's, and over a mesh the gradient of a probe with its formula.
+
+        Raises:
+          ReductionError: they differ.
+        """
+        check_sums(metrics, batch, batch_shards(self.mesh))
+        if self.mesh is not None:
+            self.probe(batch)
+
+    @functools.cached_property
+    def probe(self) -> Callable[[TokenBatch], None]:
+        """See `learner.reductions`."""
+        return make_reduction_check(self.mesh, micro_batch_rows=self.config.learner.micro_batch_rows)
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
@@ -645,11 +666,11 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return self.stream is not None and self.stream.schedule.ahead
+        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
-        if self.stream is not None and self.overlaps and version + 1 < self.config.steps:
+        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
             self.stream.serve(self.state.params, version)
 
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
@@ -658,7 +679,7 @@ class Run(BaseRun):
         A request to stop is heeded afterwards: the weights that are sampled from exist nowhere else any more, so that
         half a batch could not be gone on with.
         """
-        if self.stream is None or not self.overlaps or version >= self.config.steps:
+        if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]

@@ -26,7 +26,7 @@ from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import AttentionPath, attention_path
+from jaxrl_llm.sampler.attention import AttentionPath, attention_path, page_sharding
 from jaxrl_llm.sampler.base import (
     Completion,
     PromptScores,
@@ -311,7 +311,7 @@ class Engine:
                 kv=self._precision[1],
                 path=attention_of(self.config, here, self._mesh, self._precision[1]).name,
             )
-            home = _home(here, self._mesh)
+            home = _home(self.config, here, self._mesh)
             if home is not None:
                 state = dataclasses.replace(state, cache=place(state.cache, home))
             if self._prefill_on is not None:
@@ -1058,13 +1058,13 @@ def check_params(params: Any, config: ModelConfig) -> None:
         )
 
 
-def _home(weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
-    """Where the pages live: on every device of the mesh, given or that of the weights, else on their one device."""
+def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
+    """Where the pages live: on the mesh, that of the weights if none is given, else on the one device of the weights."""
     if mesh is not None:
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     spread = everywhere(weights)
-    if spread is not None:
-        return spread
+    if spread is not None and isinstance(spread.mesh, jax.sharding.Mesh):
+        return page_sharding(config, spread.mesh)
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.
     return shardings.pop() if len(shardings) == 1 else None
