@@ -41,6 +41,11 @@ class Train:
     """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
     resume: bool = False
     """Go on from the newest snapshot of the run folder."""
+    workers: int = 0
+    """Processes that sample while this one trains, as Ray actors (extra [ray]), on this machine or on the cluster that
+    RAY_ADDRESS names; 0: this process samples. Their number changes no figure of the run."""
+    worker_resources: str = "CPU=1"
+    """With --workers: what Ray reserves for each, for example TPU=4,CPU=8."""
     overrides: _Overrides = ()
     """Override a setting, for example --set optimizer.learning_rate=1e-6; may be repeated."""
 
@@ -356,6 +361,28 @@ class Simulate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """Compiles every program of a run for a TPU topology and says whether it fits, and what limits it. Needs no TPU.
+
+    The extra [tpu] brings the compiler. Sequences are taken to be as long as the config allows."""
+
+    config: tyro.conf.Positional[str]
+    """YAML file; its mesh must take all chips of the topology."""
+    topology: str
+    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4."""
+    slices: int = 1
+    """So many of the topology, with the slower network between them; mesh.data crosses it."""
+    programs: tuple[str, ...] = ()
+    """Only these of update, score, teacher, values, critic, prefill, decode and transfer."""
+    search: bool = False
+    """First try meshes, rows of a micro-batch and numbers of pages, and propose the best."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set mesh.fsdp=16; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Jetstream:
     """Serves a model, or a snapshot of a run, with JetStream's gRPC server (extra [jetstream]) until Ctrl-C.
 
@@ -388,6 +415,7 @@ _Command = (
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[ReplaySpan, tyro.conf.subcommand("replay")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -432,6 +460,8 @@ def main(argv: list[str] | None = None) -> None:
     except Exception:  # a fault: shown whole, but not the secrets that its message may hold
         print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    if "jaxrl_llm.parallel.processes" in sys.modules:
+        sys.modules["jaxrl_llm.parallel.processes"].leave_together(code)
     raise SystemExit(code)
 
 
@@ -451,6 +481,7 @@ def _run(command: Any) -> int:
     from jaxrl_llm import runtime
 
     runtime.configure()
+    _join(command)
     match command:
         case Train():
             return _train(command)
@@ -468,6 +499,8 @@ def _run(command: Any) -> int:
             return _serve(command)
         case Simulate():
             return _simulate(command)
+        case Plan():
+            return _plan(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -489,6 +522,17 @@ def _run(command: Any) -> int:
     raise AssertionError(command)
 
 
+def _join(command: Any) -> None:
+    """Joins the other processes of the run, if there are any and the command can work with them."""
+    from jaxrl_llm.parallel.processes import initialize_processes
+
+    if initialize_processes() and not isinstance(command, Train | Sft):
+        raise InputError(
+            "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train and sft "
+            "work as several. Start this one as one process, without these variables."
+        )
+
+
 def _existing_run(path: str) -> pathlib.Path:
     run = pathlib.Path(path)
     if not os.path.isfile(run / "config.yaml"):  # also False for a name that no file can have
@@ -503,9 +547,17 @@ def _train(args: Train) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
+    from jaxrl_llm.fleet.workers import Workers
     from jaxrl_llm.train import train
 
-    return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+    return train(
+        config,
+        run,
+        resume=args.resume,
+        overrides=args.overrides,
+        invocation=args.config,
+        workers=Workers(args.workers, args.worker_resources) if args.workers else None,
+    )
 
 
 def _replay(args: ReplaySpan) -> int:
@@ -771,6 +823,29 @@ def _simulate(args: Simulate) -> int:
         print(json.dumps(found.as_data()))
     else:
         print(found.as_text() + ("" if plot is None else f"\n\nPlot: {plot}"))
+    return 0
+
+
+def _plan(args: Plan) -> int:
+    """Exit code 0: planned, whether or not it fits."""
+    from jaxrl_llm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from jaxrl_llm.planning.plan import make_plan
+    from jaxrl_llm.planning.search import search
+    from jaxrl_llm.planning.table import plan_text, search_text
+
+    def progress(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    with _stdout_to_stderr(args.json):
+        if args.search:
+            found = search(config, args.topology, args.slices, progress=progress)
+            text, data = search_text(found), found.as_data()
+        else:
+            plan = make_plan(config, args.topology, args.slices, only=args.programs, progress=progress)
+            text, data = plan_text(plan), plan.as_data()
+    print(json.dumps(data) if args.json else text)
     return 0
 
 

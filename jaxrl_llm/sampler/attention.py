@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.rules import DEFAULT_RULES
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
@@ -34,7 +36,15 @@ from jaxrl_llm.sampler.paged_cache import (
     write_tokens,
 )
 
-__all__ = ["AttentionPath", "PageAttention", "attention_path", "decode_step", "init_pages", "prefill_step"]
+__all__ = [
+    "AttentionPath",
+    "PageAttention",
+    "attention_path",
+    "decode_step",
+    "init_pages",
+    "page_sharding",
+    "prefill_step",
+]
 
 Array = jax.Array
 
@@ -102,6 +112,14 @@ def init_pages(
     if path == "blockwise":
         return init_cache(config, pages, page_size, kv)
     return init_ragged_cache(config, pages, page_size)
+
+
+def page_sharding(config: ModelConfig, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """How blockwise pages lie on a mesh: key/value heads split as the weights that make them, where they divide."""
+    axis = DEFAULT_RULES["kv_heads"]
+    divides = isinstance(axis, str) and config.num_kv_heads % mesh.shape[axis] == 0
+    spec = PartitionSpec(None, None, axis) if divides else PartitionSpec()
+    return jax.sharding.NamedSharding(mesh, spec)
 
 
 def decode_step(

@@ -242,6 +242,34 @@ def test_a_swap_returns_the_fingerprint_and_refuses_other_weights():
         made.swap(params(0), pages="drop")
 
 
+def without(tree, path):
+    """The tree less one leaf."""
+    name, *rest = path
+    return {k: without(v, rest) if k == name and rest else v for k, v in tree.items() if rest or k != name}
+
+
+def test_d05_weights_that_lack_a_tensor_are_refused_and_the_version_stays():
+    """Each of them, missing or half sent: nothing of the rest is taken over, and what was served goes on."""
+    made = engine(0)
+    served = jax.tree.map(np.asarray, made._weights)
+    leaves = [
+        ([entry.key for entry in path], leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params(1))[0]
+    ]
+    assert len(leaves) > 8
+    for path, _ in leaves:
+        lacking = without(params(1), path)
+        assert len(jax.tree.leaves(lacking)) == len(leaves) - 1
+        half = jax.tree_util.tree_map_with_path(
+            lambda p, x, path=path: x[: len(x) // 2] if [e.key for e in p] == path else x, params(1)
+        )
+        for wrong in (lacking, half):
+            with pytest.raises(InputError, match=f"params do not fit .*{path[-1]}.* is"):
+                made.swap(wrong, version=1)
+    assert made.version == 0 and made.stats.swaps == 0
+    jax.tree.map(np.testing.assert_array_equal, made._weights, served)
+
+
 def test_s07_found_prefixes_are_of_the_weights_that_are_served():
     sampling = SamplingParams(max_tokens=12)
     made = engine(0)
