@@ -50,9 +50,9 @@ from jaxrl_llm.models.decoder import Remat, forward
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region, uses_groups
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.agree import on_first
 from jaxrl_llm.parallel.host import read
+from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.train import BaseRun, session
@@ -490,9 +490,7 @@ def _figures(
             on_progress(min(start + size, len(fitting)), len(fitting))
     key = "eval/" + re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(str(config.data.path)).stem)
     figures = {
-        f"{key}/{name}": float(mean.value)
-        for name, mean in read(total).items()
-        if _MEASURED.fullmatch(name)
+        f"{key}/{name}": float(mean.value) for name, mean in read(total).items() if _MEASURED.fullmatch(name)
     }
     skipped = float(len(rendered) - len(fitting))
     return figures | {f"{key}/items": float(len(fitting)), f"{key}/skipped": skipped}

@@ -374,7 +374,7 @@ class BaseRun(abc.ABC):
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
         config = self.config
         begin = time.perf_counter()
-        if several():  # what is taken from it, here and there, is then an array of all of them
+        if self.mesh is not None and several():  # what is made of it is then an array of all processes, too
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)

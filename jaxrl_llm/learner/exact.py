@@ -44,9 +44,7 @@ def sampled_runs(batch: TokenBatch) -> list[SampledRun]:
     """
     tokens, positions, segments, mask, temperature = (
         np.asarray(x)
-        for x in read(
-            (batch.tokens, batch.positions, batch.segments, batch.mask, batch.temperature)
-        )
+        for x in read((batch.tokens, batch.positions, batch.segments, batch.mask, batch.temperature))
     )
     out = []
     for row in np.flatnonzero(mask.any(axis=1)):

@@ -86,9 +86,7 @@ def check_same(what: str, mine: Mapping[str, Any]) -> None:
     firsts = on_first(lambda: dict(mine))
 
     def compare() -> None:
-        other = sorted(
-            key for key in {*firsts, *mine} if firsts.get(key, _ABSENT) != mine.get(key, _ABSENT)
-        )
+        other = sorted(key for key in {*firsts, *mine} if firsts.get(key, _ABSENT) != mine.get(key, _ABSENT))
         if other:
             raise InputError(
                 f"{what}: process {jax.process_index()} has {other[0]}={mine.get(other[0])!r} and process 0 has "

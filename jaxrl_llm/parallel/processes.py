@@ -123,7 +123,9 @@ def leave_together(code: int) -> None:
         ocp.multihost.get_barrier_sync_fn()(key="jaxrl/leave", timeout_ms=wait * 1000)
     except Exception as error:  # the runtime has many types for a peer that is not there
         if code in (0, EXIT_STOPPED):
-            print(f"jaxrl: the other processes did not end with this one: {str(error)[:200]}", file=sys.stderr)
+            print(
+                f"jaxrl: the other processes did not end with this one: {str(error)[:200]}", file=sys.stderr
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -487,7 +487,9 @@ class SnapshotStore:
         )
 
     def _good(self) -> str:
-        newest = max(self._versions_here(), default=None)  # the other processes may have nothing to complain about
+        newest = max(
+            self._versions_here(), default=None
+        )  # the other processes may have nothing to complain about
         return "No snapshot was saved before." if newest is None else f"Snapshot {newest} is intact."
 
     def _metric(self, version: int) -> float | None:

@@ -107,7 +107,9 @@ def assert_close(ours, theirs):
     for version, row in theirs.items():
         assert ours[version].keys() == row.keys()
         for key, value in row.items():
-            np.testing.assert_allclose(ours[version][key], value, **TOLERANCE, err_msg=f"{key}, step {version}")
+            np.testing.assert_allclose(
+                ours[version][key], value, **TOLERANCE, err_msg=f"{key}, step {version}"
+            )
 
 
 def test_two_processes_train_as_one_does(launch, tmp_path):
