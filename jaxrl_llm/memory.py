@@ -142,8 +142,7 @@ def _weight_copies(config: Config, model: ModelConfig) -> list[Part]:
     """What sampling keeps of the weights beside the f32 master weights."""
     kind, compute = config.sampler.weights, _width(model.dtype)
     matrices = model.num_layers * (
-        2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim
-        + 3 * model.hidden_size * model.intermediate_size
+        2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim + model.mlp_parameters
     )
     width = 1 if kind != "compute" else compute if compute < 4 else 0  # f32 weights are not copied
     settings = ("sampler.weights", "model.source") if kind == "compute" else ("model.source",)

@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
 
@@ -72,11 +74,14 @@ def make_score(
       micro_batch_rows: rows of one forward pass, a multiple of the shards of the rows; None = all rows.
       chunk: positions of a chunk of the head.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
     def one(params, micro):
-        return policy_output(params, config, micro, chunk=chunk, blocks=shards).logprob
+        return policy_output(
+            params, config, micro, chunk=chunk, blocks=shards, layout=layout_of(mesh)
+        ).logprob
 
     jitted = _by_rows(one, mesh, micro_batch_rows)
 
@@ -118,11 +123,12 @@ def make_score_lists(
       ValueError: k is not between 1 and the size of the vocabulary.
     """
     _check_list(config, k)
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
     def one(params, micro):
-        return _listed(params, config, micro, k, chunk, shards)
+        return _listed(params, config, micro, k, chunk, mesh)
 
     jitted = _by_rows(one, mesh, micro_batch_rows)
 
@@ -138,12 +144,13 @@ def make_score_lists(
 
 
 def _listed(
-    params: Any, config: ModelConfig, batch: TokenBatch, k: int, chunk: int | None, shards: int
+    params: Any, config: ModelConfig, batch: TokenBatch, k: int, chunk: int | None, mesh: Mesh | None
 ) -> tuple[Array, Array, Array]:
     """(log-prob of each token, ids of a list of others, their log-probs): the batch's own list, else the likeliest."""
+    blocks, layout = batch_shards(mesh), layout_of(mesh)
     if batch.topk_ids is None:
-        return likeliest_tokens(params, config, batch, k, chunk=chunk, blocks=shards)
-    out = policy_output(params, config, batch, topk=True, chunk=chunk, blocks=shards)
+        return likeliest_tokens(params, config, batch, k, chunk=chunk, blocks=blocks, layout=layout)
+    out = policy_output(params, config, batch, topk=True, chunk=chunk, blocks=blocks, layout=layout)
     assert out.topk_logprob is not None  # it was asked for
     return out.logprob, batch.topk_ids, out.topk_logprob
 
@@ -217,27 +224,28 @@ def make_score_teacher(
     """
     if wanted.k:
         _check_list(config, wanted.k)
-    shards = batch_shards(mesh)
+    config = on_mesh(config, mesh, BATCH_AXES)
+    shards, layout = batch_shards(mesh), layout_of(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
     def one(params, micro):
         out = {}
         if wanted.k:
-            logprob, ids, listed = _listed(params, config, micro, wanted.k, chunk, shards)
+            logprob, ids, listed = _listed(params, config, micro, wanted.k, chunk, mesh)
             out = {"topk_ids": ids, "topk_logprob_teacher": listed, "logprob_teacher": logprob}
         elif wanted.logprob:
-            out = {
-                "logprob_teacher": policy_output(params, config, micro, chunk=chunk, blocks=shards).logprob
-            }
+            given = policy_output(params, config, micro, chunk=chunk, blocks=shards, layout=layout)
+            out = {"logprob_teacher": given.logprob}
         if wanted.divergence is not None:
-            out["hidden_teacher"] = hidden_states(params, config, micro)
+            out["hidden_teacher"] = hidden_states(params, config, micro, layout)
         return out
 
     jitted = _by_rows(one, mesh, micro_batch_rows)
 
     def score_teacher(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
-        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=batch.topk_ids if wanted.k else None)
+        topk = batch.topk_ids if wanted.k else None
+        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=topk, routing_ids=None)
         return dataclasses.replace(
             batch, **{name: x[:rows] for name, x in jitted(params, place_batch(inputs, mesh)).items()}
         )
@@ -294,7 +302,9 @@ def fill_logprobs(
                 "fill_logprobs: the objective needs logprob_reference and the learner state keeps no reference. "
                 "Create it with init_state(..., reference=True)."
             )
-        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, batch))
+        # The experts of the sampler's policy are not those of another one.
+        free = dataclasses.replace(batch, routing_ids=None)
+        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, free))
     missing = sorted(name for name in known if getattr(batch, name) is None)
     if missing:
         raise ValueError(
@@ -305,8 +315,10 @@ def fill_logprobs(
 
 
 def _read_by_head(batch: TokenBatch) -> TokenBatch:
-    """`always_given` and the support, which is part of what a log-prob is."""
-    return dataclasses.replace(always_given(batch), support_ids=batch.support_ids)
+    """`always_given`, and the support and the routing, which are part of what a log-prob is."""
+    return dataclasses.replace(
+        always_given(batch), support_ids=batch.support_ids, routing_ids=batch.routing_ids
+    )
 
 
 def always_given(batch: TokenBatch) -> TokenBatch:

@@ -82,10 +82,14 @@ class Chunks(NamedTuple):
         shapes = jax.eval_shape(lambda: step(carry, at(0))[1])
         outputs = jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), shapes)
 
-        def body(i, state):
-            carry, outputs = state
+        def body(state):
+            i, carry, outputs = state
             carry, new = step(carry, at(i))
             put = jax.lax.dynamic_update_index_in_dim
-            return carry, jax.tree.map(lambda x, part: put(x, part, i, 0), outputs, new)
+            return i + 1, carry, jax.tree.map(lambda x, part: put(x, part, i, 0), outputs, new)
 
-        return jax.lax.fori_loop(0, self.needed, body, (carry, outputs))
+        # The second bound never acts; it tells whoever reads the program (`planning.hlo`) how long the loop can be.
+        state = (jnp.int32(0), carry, outputs)
+        return jax.lax.while_loop(lambda state: (state[0] < self.needed) & (state[0] < chunks), body, state)[
+            1:
+        ]

@@ -36,10 +36,11 @@ import numpy as np
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Remat, forward, head_matrix
+from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
+from jaxrl_llm.parallel.rules import Layout
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
@@ -81,6 +82,11 @@ class _HeadPlan(NamedTuple):
     find: int = 0  # K of the likeliest tokens to look up; not differentiable
     divergence: Divergence | None = None
     teacher_dtype: str = "float32"  # of the operands of the teacher's product
+    layout: Layout | None = None  # on a mesh
+
+    def weight(self, w_DV: Array) -> Array:
+        """The head as it is multiplied with, the same in every chunk."""
+        return pinned(w_DV.astype(self.dtype), None if self.layout is None else self.layout.head)
 
 
 class TeacherHead(NamedTuple):
@@ -183,7 +189,7 @@ def _head_forward(
     plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
 ):
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
     def compute(_, chunk):
@@ -244,7 +250,7 @@ def _head_backward(plan, residuals, cotangents):
     if plan.divergence is not None:
         d_divergence = jnp.where(active_RM, cotangents.divergence, 0.0)
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
@@ -296,6 +302,7 @@ def _head_backward(plan, residuals, cotangents):
         compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own, whole))
     )
     dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
+    dw_DV = pinned(dw_DV, None if plan.layout is None else plan.layout.head_gradient)
     return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
 
@@ -325,6 +332,7 @@ def head_output(
     support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
+    layout: Layout | None = None,
 ) -> HeadOutput:
     """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
@@ -347,6 +355,7 @@ def head_output(
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
+      layout: on a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
@@ -371,7 +380,7 @@ def head_output(
     wide = jnp.promote_types(dtype, jnp.float32)
     if listed is not None and find:
         raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")
-    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find), None
+    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find, layout=layout), None
     if teacher is None:
         hidden_teacher = None
     else:
@@ -386,7 +395,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        block(h_BTD, 0),
+        pinned(block(h_BTD, 0), None if layout is None else layout.rows),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -427,11 +436,11 @@ def _behind(x: Array) -> Array:
 
 
 def _shifted(
+    hidden,
     params,
     config,
     tokens,
     segments,
-    positions,
     temperature,
     wanted,
     *,
@@ -443,10 +452,12 @@ def _shifted(
     teacher=None,
     hidden_teacher=None,
     support=None,
-    **options,
+    layout=None,
 ) -> HeadOutput:
-    """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
-    hidden = forward(params, config, tokens, positions, segments, **options)
+    """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it.
+
+    `hidden` [B, T, D] is the result of the forward pass.
+    """
     wanted = wanted & _continues(segments)
     out = head_output(
         hidden,
@@ -463,6 +474,7 @@ def _shifted(
         support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
+        layout=layout,
     )
     return jax.tree.map(_behind, out)
 
@@ -479,13 +491,16 @@ def policy_output(
     blocks: int = 1,
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
+    router_probs: bool = False,
+    layout: Layout | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
     Args:
       params: the tree of `parameter_specs`; f32 master weights are cast to the compute dtype as they are used.
       config: `dtype` and `head_dtype` set the precision.
-      batch: reads tokens, positions, segments, mask, temperature and, for truncated sampling, support_ids.
+      batch: reads tokens, positions, segments, mask, temperature and, for truncated sampling, support_ids, and for
+        experts routing_ids.
       entropy: also give the entropy of the distribution that each trained token was predicted from (nats);
         "detached" gives it for reporting, off the gradient tape, which makes the backward pass cheaper.
       topk: also give the log-probs of the tokens batch.topk_ids i32[B, T, K]; entry t of the list is a set of
@@ -496,6 +511,8 @@ def policy_output(
       gradient_sums: see `models.decoder.forward`.
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
+      router_probs: also give the probabilities and the choices of the routers, of a model with experts.
+      layout: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
@@ -515,35 +532,67 @@ def policy_output(
             "policy_output: the objective reads the divergence from a teacher and batch.hidden_teacher is None. Fill it "
             "with fill_logprobs(..., teach=...) before `prepare`."
         )
+    hidden, routed = forward_routed(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        remat=remat,
+        gradient_sums=gradient_sums,
+        routing_ids=batch.routing_ids,
+        router_probs=router_probs,
+        layout=layout,
+    )
     out = _shifted(
+        hidden,
         params,
         config,
         batch.tokens,
         batch.segments,
-        batch.positions,
         batch.temperature,
         batch.mask,
         entropy=entropy,
         chunk=chunk,
         blocks=blocks,
         listed=batch.topk_ids if topk else None,
-        remat=remat,
-        gradient_sums=gradient_sums,
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
+        layout=layout,
     )
+    probs = choice = None
+    if routed is not None:
+        routed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), routed)
+        if routed.probs is not None:
+            chosen = jax.nn.one_hot(routed.ids, config.num_experts, dtype=routed.probs.dtype)
+            probs, choice = _behind(routed.probs), _behind(jnp.mean(chosen, axis=-2))
+        routed = routed._replace(probs=None)
     return PolicyOutput(
-        logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
+        logprob=out.logprob,
+        entropy=out.entropy,
+        topk_logprob=out.topk_logprob,
+        divergence=out.divergence,
+        router_probs=probs,
+        router_choice=choice,
+        routed=routed,
     )
 
 
-def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch) -> Array:
+def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch, layout: Layout | None = None) -> Array:
     """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
     """
-    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments)
+    hidden = forward(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        layout=layout,
+    )
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
 
@@ -556,18 +605,28 @@ def likeliest_tokens(
     *,
     chunk: int | None = None,
     blocks: int = 1,
+    layout: Layout | None = None,
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
     The arguments are those of `policy_output`; not differentiable. 0 outside `batch.mask`. The lists are over the whole
     vocabulary, also where the token itself was drawn from a part of it.
     """
+    hidden = forward(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        layout=layout,
+    )
     out = _shifted(
+        hidden,
         params,
         config,
         batch.tokens,
         batch.segments,
-        batch.positions,
         batch.temperature,
         batch.mask,
         entropy=False,
@@ -575,19 +634,20 @@ def likeliest_tokens(
         blocks=blocks,
         find=k,
         support=batch.support_ids,
+        layout=layout,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _token_logprobs(params, config, tokens, segments, positions, temperature):
+def _token_logprobs(params, config, tokens, segments, positions, temperature, routing_ids):
     return _shifted(
+        forward(params, config, tokens, positions, segments, routing_ids=routing_ids),
         params,
         config,
         tokens,
         segments,
-        positions,
         temperature,
         jnp.ones(tokens.shape, bool),
         entropy=False,
@@ -604,6 +664,7 @@ def token_logprobs(
     temperature: Any = 1.0,
     *,
     positions: Any = None,
+    routing_ids: Any = None,
 ) -> Array:
     """log p(token t | the tokens before it), f32[B, T], in nats.
 
@@ -614,6 +675,7 @@ def token_logprobs(
         prefixes, see `TokenBatch.segments`. Default: each row is one sequence.
       temperature: positive; a number, f32[B] or f32[B, T]. The logits are divided by it.
       positions: i32[B, T], for the rotary embedding. Default: counted from the start of each segment.
+      routing_ids: i32[B, T, layers, K], the experts that tokens go through, see `models.experts.expert_mlp`.
 
     Returns:
       0 at the first token of a segment, which nothing predicts, and at padding.
@@ -646,4 +708,5 @@ def token_logprobs(
     positions = segment_positions(segments) if positions is None else jnp.asarray(positions, jnp.int32)
     temperature = jnp.asarray(temperature, jnp.promote_types(config.logits_dtype, jnp.float32))
     temperature = temperature[:, None] if temperature.ndim == 1 else temperature
-    return _token_logprobs(params, config, tokens, segments, positions, jnp.broadcast_to(temperature, shape))
+    temperature = jnp.broadcast_to(temperature, shape)
+    return _token_logprobs(params, config, tokens, segments, positions, temperature, routing_ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -18,8 +18,10 @@ from jaxrl_llm.types import LearnerState, TokenBatch
 
 __all__ = [
     "DEFAULT_RULES",
+    "Layout",
     "Rules",
     "batch_shardings",
+    "layout_of",
     "param_shardings",
     "partition_spec",
     "replicated",
@@ -35,6 +37,7 @@ DEFAULT_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
 }
 
 
@@ -132,6 +135,30 @@ def state_shardings(
     return dataclasses.replace(
         rest, params=params, opt_state=opt_state, reference=None if state.reference is None else params
     )
+
+
+class Layout(NamedTuple):
+    """How the values between parameters and loss lie on a mesh.
+
+    Left to itself, XLA splits activations as the weights are split, and sums them over the mesh in every layer. Held to
+    their rows, the weights of a layer are gathered instead, which moves less.
+    """
+
+    rows: NamedSharding  # of [B, ...], or of blocks of rows
+    looked_up: NamedSharding  # of [B, T, D], rows of the embedding before they go to where their sequence is
+    head: NamedSharding  # of [D, V], the output head while it is multiplied with: gathered once, not in each chunk
+    head_gradient: NamedSharding  # of [D, V]
+
+
+def layout_of(mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> Layout | None:
+    """The layout on a mesh; None without one."""
+    if mesh is None:
+        return None
+    embed, vocab = rules["embed"], rules["vocab"]
+    split = (embed,) if isinstance(embed, str) else tuple(embed or ())
+    others = tuple(axis for axis in BATCH_AXES if axis not in split)
+    specs = ((BATCH_AXES,), (others, None, embed), (None, vocab), (embed, vocab))
+    return Layout(*(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs))
 
 
 def batch_shardings(batch: TokenBatch, mesh: Mesh) -> TokenBatch:

@@ -1,0 +1,173 @@
+"""TPUs as numbers, and topologies of them that libtpu compiles for without having one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+from jaxrl_llm.errors import InputError, did_you_mean
+
+__all__ = ["CHIPS", "Chip", "Topology", "device_mesh", "peak_time", "topology_of"]
+
+_GIB, _G = 2**30, 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What a device of JAX has, by the vendor's published figures (of TPU7x a device is one of two cores of a chip)."""
+
+    hbm_bytes: int
+    flops: float  # a second, dense bfloat16
+    hbm_speed: float  # bytes a second
+    ici_speed: float  # bytes a second along one axis of the torus, both directions together
+    dcn_speed: float  # bytes a second out of a slice, the chip's share of its host
+
+
+CHIPS: Mapping[str, Chip] = {
+    "v4": Chip(hbm_bytes=32 * _GIB, flops=275e12, hbm_speed=1228 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G),
+    "v5e": Chip(hbm_bytes=16 * _GIB, flops=197e12, hbm_speed=819 * _G, ici_speed=90 * _G, dcn_speed=3.1 * _G),
+    "v5p": Chip(
+        hbm_bytes=95 * _GIB, flops=459e12, hbm_speed=2765 * _G, ici_speed=180 * _G, dcn_speed=6.2 * _G
+    ),
+    "v6e": Chip(
+        hbm_bytes=32 * _GIB, flops=918e12, hbm_speed=1640 * _G, ici_speed=180 * _G, dcn_speed=12.5 * _G
+    ),
+    "tpu7x": Chip(
+        hbm_bytes=96 * _GIB, flops=1153e12, hbm_speed=3690 * _G, ici_speed=180 * _G, dcn_speed=6.2 * _G
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices that can be compiled for."""
+
+    name: str  # "v5p:4x4x4"
+    chip: Chip
+    slices: int
+    devices: tuple[Any, ...]
+
+
+_FORM = "--topology is KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4"
+
+
+def topology_of(name: str, slices: int = 1) -> Topology:
+    """The devices of a topology; with several slices, of all of them.
+
+    Raises:
+      InputError: libtpu is missing, no such topology, or `name` does not have the form KIND:SHAPE.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS:
+        raise InputError(
+            f"--topology {name}: no such kind of TPU.{did_you_mean(kind, CHIPS)} Known: {', '.join(CHIPS)}. {_FORM}."
+        )
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+        raise InputError(f"--topology {name}: the shape {shape!r} is not two or three sizes. {_FORM}.")
+    if not 1 <= slices <= 1024:
+        raise InputError(f"--slices must be between 1 and 1024, got {slices}.")
+    # Without these libtpu looks for the metadata server of a TPU machine. The machine named here is not used.
+    for variable, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5e-16"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),  # no device is taken, so several plans may be made at a time
+    ):
+        os.environ.setdefault(variable, value)
+    try:
+        import libtpu  # noqa: F401  # looked for first, since JAX's own error names no package
+    except ImportError:
+        raise InputError(
+            "plan: compiling for a TPU needs libtpu, which is not installed. Install it with: pip install "
+            "'jaxrl-llm[tpu]' (Linux on x86-64, Python 3.12 or later; no TPU is needed)."
+        ) from None
+    from jax.experimental import topologies
+
+    options = {} if slices == 1 else {"num_slices": slices}
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+    except Exception as error:  # whatever libtpu raises, it says which shapes there are
+        raise InputError(
+            f"--topology {name}: libtpu does not know it: {str(error).splitlines()[0][:300]}"
+        ) from None
+    return Topology(name, CHIPS[kind], slices, tuple(found.devices))
+
+
+def device_mesh(
+    topology: Topology,
+    sizes: Mapping[str, int],
+    devices: tuple[Any, ...] | None = None,
+    dcn_axis: str = "data",
+) -> Mesh:
+    """A mesh over devices of a topology; several slices lie along `dcn_axis`, so that only it crosses between them.
+
+    Args:
+      sizes: of the axes, in order.
+      devices: default: all.
+
+    Raises:
+      InputError: the sizes do not multiply to the number of devices, or an axis would have to cross slices.
+    """
+    devices = topology.devices if devices is None else devices
+    needed = math.prod(sizes.values())
+    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items())
+    if needed != len(devices):
+        raise InputError(
+            f"mesh: {shown} takes {needed} devices, and {topology.name}"
+            f"{f' x {topology.slices} slices' if topology.slices > 1 else ''} has {len(devices)}. Choose sizes whose "
+            f"product is {len(devices)}, for example --set mesh.fsdp={len(devices)} and 1 for the others."
+        )
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    shape = tuple(sizes.values())
+    if slices > 1:
+        if sizes[dcn_axis] % slices:
+            raise InputError(
+                f"mesh: {shown}: {slices} slices must divide mesh.{dcn_axis}, the axis that may cross between slices; the "
+                f"others move too much for the network between them. For example --set mesh.{dcn_axis}={slices}."
+            )
+        inner = tuple(size // slices if name == dcn_axis else size for name, size in sizes.items())
+        outer = tuple(slices if name == dcn_axis else 1 for name in sizes)
+        with _quiet():
+            grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+    elif needed == 1:
+        grid = np.array(devices).reshape(shape)
+    else:
+        with _quiet():
+            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of `mesh_utils` on how it has split physical axes."""
+    import logging
+    import warnings
+
+    logger = logging.getLogger(mesh_utils.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def peak_time(chip: Chip, flops: float, hbm: float, ici: float, dcn: float) -> dict[str, float]:
+    """Seconds that each resource of a chip is busy at its best, by name."""
+    return {
+        "compute": flops / chip.flops,
+        "hbm": hbm / chip.hbm_speed,
+        "ici": ici / chip.ici_speed,
+        "dcn": dcn / chip.dcn_speed,
+    }
