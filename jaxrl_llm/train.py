@@ -62,9 +62,12 @@ from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet.stream import FleetStream
+from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_transport
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import (
     Score,
@@ -94,6 +97,7 @@ from jaxrl_llm.objectives import (
 )
 from jaxrl_llm.parallel.agree import any_process, check_same, is_first, on_first, several
 from jaxrl_llm.parallel.host import place, read
+from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.processes import check_covers
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.checks import reward_parts
@@ -378,7 +382,9 @@ class BaseRun(abc.ABC):
         config, version = self.config, self.version
         begin = time.perf_counter()
         self.hand_over(version)
-        if several():  # what is taken from it, here and there, is then an array of all of them
+        if (
+            self.mesh is not None and several()
+        ):  # what is taken from it, here and there, is then an array of all of them
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -409,6 +415,8 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
+                if not updates and self.version % CHECK_EVERY == 0:
+                    self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
                     masses.append((mass, minibatch.trajectory, minibatch.mask))
@@ -436,6 +444,21 @@ class BaseRun(abc.ABC):
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
         """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
         return {}
+
+    def check_reductions(self, batch: TokenBatch, metrics: dict[str, Mean]) -> None:
+        """Compares the sums of an update with the host's, and over a mesh the gradient of a probe with its formula.
+
+        Raises:
+          ReductionError: they differ.
+        """
+        check_sums(metrics, batch, batch_shards(self.mesh))
+        if self.mesh is not None:
+            self.probe(batch)
+
+    @functools.cached_property
+    def probe(self) -> Callable[[TokenBatch], None]:
+        """See `learner.reductions`."""
+        return make_reduction_check(self.mesh, micro_batch_rows=self.config.learner.micro_batch_rows)
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
@@ -503,11 +526,15 @@ class BaseRun(abc.ABC):
         """Goes on with what was under way when a snapshot was saved; None: nothing was."""
         return
 
+    def close(self) -> None:
+        """Ends what would outlive the run."""
+        return
+
 
 class Run(BaseRun):
     """A run of reinforcement learning, built and checked before anything is compiled."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool, workers: Workers | None = None):
         objective = build_objective(config.objective)
         if takes_pairs(objective):
             raise InputError(
@@ -529,7 +556,10 @@ class Run(BaseRun):
             )
         schedule, self.devices = schedule_of(config), sampler_devices(config)
         sampling_params(config, task)  # refuses what contradicts itself
+        if workers is not None:
+            check_fleet(config, workers)
         on_first(lambda: prepare_folder(folder, config, resume=resume))
+        transport = None if workers is None else open_transport(config, workers)
         model = configured_model(config)
         check_memory(
             config,
@@ -550,8 +580,21 @@ class Run(BaseRun):
         )
         super().__init__(config, folder, objective, model)
         self.stream = None
-        if schedule is not None:
+        if workers is not None and transport is not None:
+            self.stream = fleet_stream(
+                config,
+                workers,
+                transport,
+                folder,
+                self.policy.sampler,
+                self.sampling,
+                self.source,
+                self.judge,
+                self.warnings,
+            )
+        elif schedule is not None:
             self.stream = Stream(self.make_engine, self.source, self.judge, self.sampling, schedule)
+        if schedule is not None:
             self.ratios_by_age = make_ratios_by_age(min(schedule.max_age, 8))
         self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
         if self.scorer is not None:
@@ -575,7 +618,12 @@ class Run(BaseRun):
             greedy_too="baseline_reward" in self.needed,
         )
 
-    stream: Stream | None = None  # of an asynchronous run
+    stream: Stream | FleetStream | None = None  # of an asynchronous run, or of one with a fleet
+
+    def close(self) -> None:
+        """Ends the workers of a fleet."""
+        if isinstance(self.stream, FleetStream):
+            self.stream.close()
 
     def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
         """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
@@ -618,11 +666,11 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return self.stream is not None and self.stream.schedule.ahead
+        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
-        if self.stream is not None and self.overlaps and version + 1 < self.config.steps:
+        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
             self.stream.serve(self.state.params, version)
 
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
@@ -631,7 +679,7 @@ class Run(BaseRun):
         A request to stop is heeded afterwards: the weights that are sampled from exist nowhere else any more, so that
         half a batch could not be gone on with.
         """
-        if self.stream is None or not self.overlaps or version >= self.config.steps:
+        if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]
@@ -669,7 +717,9 @@ class Run(BaseRun):
                 "ones, which a synchronous run would lose. Resume with max_age of at least 1."
             )
 
-    def streamed(self, stream: Stream, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
+    def streamed(
+        self, stream: Stream | FleetStream, on_progress: Any
+    ) -> tuple[list[Trajectory], dict[str, float]]:
         """The next batch of an asynchronous run, with its figures."""
 
         def progress(done: int) -> None:
@@ -759,8 +809,10 @@ class Run(BaseRun):
         )
 
     def speed(self, row: dict[str, float]) -> float:
-        """Sampled tokens per second of the rollout."""
-        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row["time/rollout"]
+        """Sampled tokens per second of the rollout; of the whole train step where workers sample meanwhile."""
+        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row[
+            "time/total" if isinstance(self.stream, FleetStream) else "time/rollout"
+        ]
 
 
 def _check_exact(config: Config, objective: LossTransform) -> None:
@@ -784,6 +836,7 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] = (),
     invocation: str = "",
+    workers: Workers | None = None,
 ) -> int:
     """Runs or resumes a training run.
 
@@ -793,6 +846,7 @@ def train(
       resume: go on from the newest usable snapshot of the folder, with the config that is stored there.
       overrides: the `--set` overrides of this call, which also apply to a resumed run.
       invocation: name of the config file, for the message that says how to resume.
+      workers: that sample in processes of their own; None: this one samples.
 
     Returns:
       0 when all steps are done, 75 when it was stopped with a snapshot saved.
@@ -800,7 +854,8 @@ def train(
     Raises:
       InputError: something is wrong with the input; nothing expensive was started.
     """
-    return session(Run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
+    make_run = Run if workers is None else functools.partial(Run, workers=workers)
+    return session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
 
 
 def session(
@@ -872,7 +927,7 @@ def _session(
         for note in run.notes:
             display.note(note)
         on_first(lambda: write_run_info(folder))
-        with run.snapshots, StopRequest(any_process if several() else None) as stop:
+        with contextlib.closing(run), run.snapshots, StopRequest(any_process if several() else None) as stop:
             if resume:
                 run.restore()
                 # With the overrides of this call, now that nothing refused them.

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models import config
 from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
@@ -22,6 +22,8 @@ from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
+# With 4 query heads for a key head and pages of 8, rows may read common pages together (`sharing.same_bits`).
+TINY = dataclasses.replace(config.TINY, num_heads=8)
 OPTIONS = dict(slots=4, pages=40, page_size=8, max_context=96, prefill_chunk=16, prefill_rows=2)
 
 
@@ -202,6 +204,7 @@ def test_a_busy_afternoon_preempts_reuses_and_swaps():
     ]
     stats = drive(actions, "keep", {**TIGHT, "pages": 20})
     assert stats.preemptions > 0 and stats.reused_tokens > 0 and stats.swaps == 2 and stats.cancelled == 1
+    assert 0 < stats.shared_reads < stats.dispatches
 
 
 @pytest.mark.parametrize("calls", [None, 1])
