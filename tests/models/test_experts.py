@@ -310,17 +310,14 @@ def test_balancing_evens_out_the_loads_and_needs_experts():
     objective = jrl.chain(recipes.grpo(), jrl.balance_experts(1.0))
     with pytest.raises(ValueError, match="the model has no experts"):
         make_update_step(objective, TINY, optax.sgd(0.1))
-    optimizer = optax.sgd(1.0)
+    optimizer = optax.sgd(0.05)
     copies = jax.tree.map(lambda x: x.copy(), params())
-    # Of the router, so that it begins with a preference for the first two experts.
-    copies["layers"]["router"] = copies["layers"]["router"].at[..., :2].add(0.05)
     state = init_state(copies, optimizer, objective, key=jax.random.key(1))
     prepared, objective_state = make_prepare(objective)(batch(), state.objective_state)
     state = dataclasses.replace(state, objective_state=objective_state)
     step = make_update_step(objective, TINY_MOE, optimizer, remat=False)
     loads = []
-    for _ in range(24):
+    for _ in range(30):
         state, metrics = step(state, prepared)
         loads.append(float(metrics["expert_load_max"].value))
-    assert loads[-1] < 0.8 * loads[0], loads
-    assert float(metrics["penalty_balance_experts"].value) >= 0.99
+    assert loads[-1] < 0.7 * loads[0], loads
