@@ -44,6 +44,7 @@ __all__ = [
     "configured_teacher",
     "prompt_room",
     "replica_devices",
+    "sampler_devices",
     "sampling_params",
     "schedule_of",
     "teacher_config",
@@ -240,6 +241,7 @@ def certify_policy(
     *,
     probes: int,
     exact: Callable[[Any, Sequence[Completion], SamplingParams], Sequence[np.ndarray]] | None = None,
+    sampled_from: Any = None,
     limits: ParityLimits | None = None,
     mesh: jax.sharding.Mesh | None = None,
     version: int = 0,
@@ -252,6 +254,7 @@ def certify_policy(
       sampling: max_tokens, n and temperature of a probe.
       probes: prompts, at most 8.
       exact: of `sampler.rescore.ExactScorer.completions`; None = exact scoring is not compared.
+      sampled_from: the same params where the sampler computes; None: `params`.
       limits: None: those of the compute dtype.
       mesh: of the learner.
       version: of the policy.
@@ -268,7 +271,9 @@ def certify_policy(
     )
     model = sampler.config
     return certify(
-        lambda prompts: sampler.generate(params, prompts, sampling, version=version),
+        lambda prompts: sampler.generate(
+            params if sampled_from is None else sampled_from, prompts, sampling, version=version
+        ),
         score,
         probe_prompts(tokenizer, count=probes, longest=config.model.max_context - new),
         params=params,
@@ -391,7 +396,7 @@ def schedule_of(config: Config) -> Schedule | None:
       InputError: settings that exclude each other.
     """
     s, r = config.schedule, config.rollout
-    if s == ScheduleSettings():
+    if s == ScheduleSettings() and not config.mesh.sampler:
         return None
     if s.max_age == 0 and s.swap != "keep":
         raise InputError(
@@ -404,6 +409,7 @@ def schedule_of(config: Config) -> Schedule | None:
         max_age=s.max_age,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
+        ahead=bool(config.mesh.sampler and s.max_age),
     )
 
 
@@ -416,3 +422,26 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
         return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
+
+
+def sampler_devices(config: Config) -> list[jax.Device]:
+    """The devices that only sample, those after the learner's; none: the learner's sample, too.
+
+    Raises:
+      InputError: there are not that many, or they belong to several processes.
+    """
+    m = config.mesh
+    if not m.sampler:
+        return []
+    devices, learner = jax.devices(), m.data * m.fsdp * m.tensor
+    if jax.process_count() > 1:
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices that only sample need a run of one process, and this one has "
+            f"{jax.process_count()}. Leave mesh.sampler out."
+        )
+    if learner + m.sampler > len(devices):
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
+            f"{learner + m.sampler}, and there are {len(devices)}. Lower one of them."
+        )
+    return devices[learner : learner + m.sampler]

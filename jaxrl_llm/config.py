@@ -210,7 +210,6 @@ class TrustRegionSettings:
     max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
     damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
     cg_iterations: Positive = 10  # of the conjugate gradient
-    backtracks: Positive = 10  # step lengths that are tried
 
 
 @_section
@@ -233,6 +232,10 @@ class MeshSettings:
     data: Positive = 1  # replicas of the batch axis
     fsdp: Positive = 1  # shards of parameters and batch
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
+    # Devices that only sample, beside the data x fsdp x tensor of the learner: each holds a copy of the weights and
+    # sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
+    # step before it learns. 0: the learner's devices sample, too.
+    sampler: Natural = 0
 
 
 @_section

@@ -47,12 +47,13 @@ from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region, uses_groups
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.agree import on_first
 from jaxrl_llm.parallel.host import read
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.train import BaseRun, session
@@ -103,6 +104,7 @@ def make_measure(
 
     On-demand log-probs must be there; arguments as for `make_update_step`, the parameters of a teacher come last.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
@@ -129,9 +131,11 @@ def make_measure(
                     chunk=chunk,
                     blocks=shards,
                     teacher=head,
+                    router_probs="router_probs" in needed_fields(objective),
                 )
             result = evaluate(objective, output, micro, state)
-            return {**result.metrics, "loss": Mean(result.loss_sum, result.denominator)}
+            metrics = {name: mean for name, mean in result.metrics.items() if not mean.total.ndim}
+            return {**metrics, "loss": Mean(result.loss_sum, result.denominator)}
 
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, split))
 
@@ -303,6 +307,8 @@ def _check_objective(objective: LossTransform, rows: Sequence[Row]) -> None:
         batch, state = objective.prepare(batch.replace(**given), objective.init())
         output = PolicyOutput(logprob=zeros, entropy=zeros, value=zeros, divergence=zeros)
         output = output.replace(topk_logprob=zeros[..., None]) if lists else output
+        routers = zeros[..., None, None]
+        output = output.replace(router_probs=routers, router_choice=routers)
         return evaluate(objective, output, batch, state)
 
     try:

@@ -28,7 +28,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import DENSE
 from jaxrl_llm.ops.quantize import QuantizedMatrix, weight_product
 
-__all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "on_mesh", "router_load"]
+__all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_mesh", "router_load"]
 
 Array = jax.Array
 
@@ -72,6 +72,20 @@ def router_load(ids: Array, experts: int, counted: Array) -> Array:
     """f32[layers, E]: tokens of each expert, of ids i32[B, T, layers, K] where `counted` bool[B, T]."""
     chosen = jax.nn.one_hot(ids, experts, dtype=jnp.float32)
     return jnp.einsum("btlke,bt->le", chosen, counted.astype(jnp.float32))
+
+
+def exchanged_bytes(config: ModelConfig, tokens: int) -> int:
+    """Bytes that all devices together receive in one forward pass over so many tokens, because experts are elsewhere.
+
+    Each device gets the tokens of those that hold other experts, in the compute dtype, and sums of f32 go back.
+    """
+    placement: Placement | None = config.placement
+    if placement is None or "expert" not in placement.rows:
+        return 0
+    ranks = placement.mesh.shape["expert"]
+    there = config.hidden_size * jnp.dtype(config.dtype).itemsize + config.experts_per_token * (4 + 4)
+    token = there + config.hidden_size * jnp.dtype(jnp.promote_types(config.dtype, jnp.float32)).itemsize
+    return config.num_layers * (ranks - 1) * tokens * token * placement.mesh.shape["tensor"]
 
 
 def expert_mlp(

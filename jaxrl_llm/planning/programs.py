@@ -30,7 +30,7 @@ from jaxrl_llm.objectives import is_trust_region
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.rules import batch_shardings, param_shardings, replicated, state_shardings
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import attention_path, init_pages
+from jaxrl_llm.sampler.attention import attention_path, init_pages, page_sharding
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.rules import Tables
 from jaxrl_llm.sampler.sampling import RowSampling
@@ -93,7 +93,7 @@ def workload_of(config: Config, pages: int | None = None) -> Workload:
     rows = -(-samples // max(1, width // context))
     micro = learner.micro_batch_rows
     rows = -(-rows // micro) * micro
-    update_rows = -(-(-(-rows // learner.minibatches)) // micro) * micro
+    update_rows = math.ceil(math.ceil(rows / learner.minibatches) / micro) * micro
     new = config.rollout.max_tokens or context // 2
     own = pages_for(context, sampler.page_size)
     return Workload(
@@ -382,7 +382,7 @@ def sampler_programs(
     there = replicated(mesh)
     path = attention_path(model, "tpu", mesh.devices.size, kv=sampling.kv)
     shapes = jax.eval_shape(lambda: init_pages(model, work.pages, work.page_size, sampling.kv, path.name))
-    cache = placed(shapes, there)
+    cache = placed(shapes, there if own else page_sharding(model, mesh))
     keeps = {"sampler weights": bytes_on_a_chip(weights), "KV pages": bytes_on_a_chip(cache)}
     width = pages_for(work.context, work.page_size)
     live = (work.prompt + work.context) / 2  # tokens of a row, on average over its decoding

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxrl_llm.parallel.agree import on_first
 from jaxrl_llm.rewards.extract import after_thinking, is_thinking_tag, opens_thinking
 from jaxrl_llm.rewards.score import Score, computed
 from jaxrl_llm.rollout.filters import by_group, fill_groups, is_informative
@@ -139,6 +140,7 @@ def trajectory_of(completion: Completion, score: Score, *, group: int, temperatu
         support_cut=None
         if completion.support_cut is None
         else after_prompt(completion.support_cut, False, bool),
+        routing_ids=completion.routing_ids,
         timings=dict(completion.timings),
     )
 
@@ -171,11 +173,14 @@ def collect(
         own = task[completion.prompt.task] if isinstance(task, Mapping) else task
         return score_completion(own, completion, graded_text(completion, tokenizer))
 
-    greedy = {c.prompt.uid: scored(c).value for c in baselines or ()}
+    # Of several processes one scores, for all: a verifier with a time limit need not say the same twice.
+    judged = [*(baselines or ()), *completions]
+    scores = on_first(lambda: [scored(completion) for completion in judged])
+    number = len(judged) - len(completions)
+    greedy = {c.prompt.uid: score.value for c, score in zip(judged[:number], scores[:number], strict=True)}
     groups: dict[str, int] = {}
     trajectories = []
-    for completion in completions:
-        score = scored(completion)
+    for completion, score in zip(completions, scores[number:], strict=True):
         score = dataclasses.replace(score, parts={**dict.fromkeys(parts), **score.parts})
         group = groups.setdefault(completion.prompt.uid, len(groups))
         trajectory = trajectory_of(completion, score, group=group, temperature=temperature)

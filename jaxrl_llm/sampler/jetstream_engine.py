@@ -642,7 +642,7 @@ class PagedEngine:
         arguments = jax.device_put(
             (chunk, np.array([start], np.int32), np.array([len(tokens)], np.int32), table)
         )
-        cache, _ = decode.prefill(served.weights, self.config, self._state.cache, *arguments)
+        cache, *_ = decode.prefill(served.weights, self.config, self._state.cache, *arguments)
         self._state = dataclasses.replace(self._state, cache=cache)
 
     def _limits(self, prefix: Prefix) -> tuple[int, int]:

@@ -264,7 +264,7 @@ class ExactScorer:
             cache = init_cache(self.config, prefilled, S)
         fills = [(np.frombuffer(prefix, np.int32), 0, pages) for prefix, pages in pages_of.items()]
         for arguments in _prefill_calls(fills, *self._prefill_shape, width=W):
-            cache, _ = decode.prefill(weights, self.config, cache, *jax.device_put(arguments))
+            cache, *_ = decode.prefill(weights, self.config, cache, *jax.device_put(arguments))
         run = functools.partial(self._run, weights, wave, pages_of, rules, min_tokens, cache)
         if self._rows is None and sum(len(s.tokens) for s in wave) >= ENOUGH * self.slots:
             self._rows, values = self._compare(run, sum(len(s.tokens) for s in wave))

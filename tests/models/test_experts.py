@@ -10,18 +10,22 @@ import numpy as np
 import optax
 import pytest
 
+import jaxrl_llm as jrl
 from jaxrl_llm import recipes
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
-from jaxrl_llm.models.config import TINY_MOE
+from jaxrl_llm.models.config import TINY, TINY_MOE
 from jaxrl_llm.models.experts import expert_mlp
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
+from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.types import TokenBatch
+from jaxrl_llm.parallel.rules import param_shardings
+from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.types import Prompt, TokenBatch
 
 E, K, D = TINY_MOE.num_experts, TINY_MOE.experts_per_token, TINY_MOE.hidden_size
 
@@ -37,6 +41,11 @@ def one_layer():
 
 def hidden(rows=4, tokens=16, dtype="float32"):
     return jax.random.normal(jax.random.key(1), (rows, tokens, D), dtype)
+
+
+@functools.cache
+def layer_of(config):
+    return jax.jit(lambda layer, h, ids=None: expert_mlp(layer, config, h, ids))
 
 
 def by_hand(layer, h, ids=None):
@@ -86,7 +95,7 @@ def test_given_experts_are_used_with_the_gates_that_the_router_gives_them_now():
         jax.random.key(3), jnp.broadcast_to(jnp.arange(E), (4, 16, E)), -1, independent=True
     )
     ids = ids[..., :K].at[0, 0].set(-1)
-    y, routed = expert_mlp(layer, TINY_MOE, h, ids)
+    y, routed = layer_of(TINY_MOE)(layer, h, ids)
     own = jax.lax.top_k(h[0, 0] @ layer["router"], K)[1]
     expected = by_hand(layer, h, ids.at[0, 0].set(own))
     np.testing.assert_allclose(y, expected, atol=1e-5)
@@ -96,7 +105,7 @@ def test_given_experts_are_used_with_the_gates_that_the_router_gives_them_now():
 def test_capacity_drops_the_last_tokens_of_a_full_expert_and_counts_them():
     config = dataclasses.replace(TINY_MOE, expert_capacity=0.5)
     layer, h = one_layer(), hidden()
-    y, routed = expert_mlp(layer, config, h)
+    y, routed = layer_of(config)(layer, h)
     room = int(np.ceil(0.5 * h.shape[0] * h.shape[1] * K / E))
     ids, seen = np.asarray(routed.ids).reshape(-1, K), np.zeros(E, int)
     dropped = np.zeros(len(ids))
@@ -106,7 +115,7 @@ def test_capacity_drops_the_last_tokens_of_a_full_expert_and_counts_them():
             seen[e] += 1
     assert 0 < dropped.sum() < ids.size
     np.testing.assert_array_equal(np.asarray(routed.dropped).reshape(-1), dropped)
-    whole = np.asarray(expert_mlp(layer, TINY_MOE, h)[0]).reshape(-1, D)
+    whole = np.asarray(layer_of(TINY_MOE)(layer, h)[0]).reshape(-1, D)
     np.testing.assert_allclose(np.asarray(y).reshape(-1, D)[dropped == 0], whole[dropped == 0], atol=1e-6)
     assert np.all(np.asarray(y).reshape(-1, D)[dropped == K] == 0)
 
@@ -176,6 +185,138 @@ def test_micro_batches_change_no_number():
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 4), pytest.param((1, 1, 2, 4), marks=pytest.mark.slow)])
 def test_a_mesh_changes_no_number(sizes):
     same(updated(sizes), updated(None))
+
+
+# ------------------------------------------------------------------------------------------ the sampler
+
+SAMPLING = SamplingParams(max_tokens=10, n=2, seed=3)
+
+
+@functools.cache
+def prompts():
+    rng = np.random.default_rng(0)
+    return [Prompt(uid=f"p{n}", tokens=rng.integers(3, 128, n).astype(np.int32)) for n in (1, 5, 17, 30)]
+
+
+@functools.cache
+def sampled(dtype="float32"):
+    config = dataclasses.replace(TINY_MOE, dtype=dtype)
+    return Sampler(config, slots=8, page_size=8, pages=64).generate(params(), prompts(), SAMPLING)
+
+
+def rows_of(completions):
+    """(tokens, routing_ids, logprob) of completions as rows."""
+    T = max(len(c.prompt.tokens) + len(c.tokens) for c in completions)
+    tokens, logprob = np.zeros((len(completions), T), np.int32), np.zeros((len(completions), T), np.float32)
+    routing = np.full((len(completions), T, TINY_MOE.num_layers, K), -1, np.int16)
+    for row, c in enumerate(completions):
+        P, N = len(c.prompt.tokens), len(c.tokens)
+        tokens[row, : P + N] = np.concatenate([c.prompt.tokens, c.tokens])
+        routing[row, : P + N - 1] = c.routing_ids
+        logprob[row, P : P + N] = c.logprobs
+    return tokens, routing, logprob
+
+
+def gaps(completions, config, tree, replay):
+    tokens, routing, logprob = rows_of(completions)
+    found = token_logprobs(tree, config, tokens, routing_ids=routing if replay else None)
+    return np.abs(np.asarray(found) - logprob)[logprob != 0]
+
+
+def test_sampler_and_learner_agree_and_the_experts_of_every_token_are_recorded():
+    completions = sampled()
+    for c in completions:
+        assert c.routing_ids.shape == (len(c.prompt.tokens) + len(c.tokens) - 1, TINY_MOE.num_layers, K)
+        assert c.routing_ids.min() >= 0 and c.routing_ids.max() < E
+    for replay in (False, True):
+        assert gaps(completions, TINY_MOE, params(), replay).max() < 1e-4
+
+
+def test_what_is_sampled_and_recorded_does_not_depend_on_slots_neighbours_or_preemption():
+    expected = {(c.prompt.uid, c.index): c for c in sampled()}
+    # Other neighbours in other slots, and too few pages, so that rows are preempted and come back.
+    small, preempted = Sampler(TINY_MOE, slots=8, page_size=8, pages=14), 0
+    for sampler, asked in ((small, prompts()[::-1]), (small, prompts()[2:3])):
+        for c in sampler.generate(params(), asked, SAMPLING):
+            other = expected[c.prompt.uid, c.index]
+            np.testing.assert_array_equal(c.tokens, other.tokens)
+            np.testing.assert_array_equal(c.logprobs, other.logprobs)
+            np.testing.assert_array_equal(c.routing_ids, other.routing_ids)
+        assert sampler.stats.completions == 2 * len(asked)
+        preempted += sampler.stats.preemptions
+    assert preempted
+
+
+@pytest.mark.slow
+def test_experts_on_other_devices_change_no_sampled_token():
+    mesh = make_mesh(expert=4, tensor=2)
+    spread = jax.device_put(params(), param_shardings(TINY_MOE, mesh))
+    sampler = Sampler(TINY_MOE, slots=8, page_size=8, pages=64, mesh=mesh)
+    for c, expected in zip(sampler.generate(spread, prompts(), SAMPLING), sampled(), strict=True):
+        np.testing.assert_array_equal(c.tokens, expected.tokens)
+        np.testing.assert_array_equal(c.routing_ids, expected.routing_ids)
+        np.testing.assert_allclose(c.logprobs, expected.logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_replay_closes_the_gap_that_a_router_that_chooses_differently_opens():
+    completions = sampled("bfloat16")
+    config = dataclasses.replace(TINY_MOE, dtype="bfloat16")
+    moved = jax.tree.map(lambda x: x, params())
+    noise = 0.02 * jax.random.normal(jax.random.key(5), moved["layers"]["router"].shape)
+    moved["layers"] = moved["layers"] | {"router": moved["layers"]["router"] + noise}
+    without, replayed = (gaps(completions, config, moved, replay) for replay in (False, True))
+    assert replayed.mean() < 0.5 * without.mean() and replayed.max() < without.max()
+
+
+# ------------------------------------------------------------------------------------------ balance
+
+
+def test_the_balance_penalty_is_the_one_computed_by_hand():
+    stage = jrl.balance_experts(0.5)
+    # One row of 3 tokens, of which 2 are trained; 1 layer of 2 experts, 1 of a token.
+    tokens = np.zeros((1, 3), np.int32)
+    rows = TokenBatch.from_rows(
+        tokens, np.array([[False, True, True]]), advantage=np.zeros((1, 3), np.float32)
+    )
+    chain = jrl.chain(
+        jrl.given_advantage(), jrl.normalize_by_token(), jrl.token_ratio(), jrl.clip_surrogate(), stage
+    )
+    rows = rows.replace(logprob_behavior=jnp.zeros((1, 3)))
+    probs = jnp.array([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4]]).reshape(1, 3, 1, 2)
+    output = jrl.PolicyOutput(
+        logprob=jnp.zeros((1, 3)),
+        router_probs=probs,
+        router_choice=jnp.array([1.0, 0.0]) * jnp.ones((1, 3, 1, 2)),
+    )
+    prepared, state = chain.prepare(rows, chain.init())
+    first = jrl.evaluate(chain, output, prepared, state)
+    assert float(first.loss_sum) == pytest.approx(2 * 0.5)  # even loads: coef a token
+    state = chain.update(state, first.metrics)
+    np.testing.assert_array_equal(state["balance_experts"]["expert_load"], [[1.0, 0.0]])
+    second = jrl.evaluate(chain, output, prepared, state)
+    assert float(second.loss_sum) == pytest.approx(0.5 * 2 * (0.8 + 0.6))
+
+
+@pytest.mark.slow
+def test_balancing_evens_out_the_loads_and_needs_experts():
+    objective = jrl.chain(recipes.grpo(), jrl.balance_experts(1.0))
+    with pytest.raises(ValueError, match="the model has no experts"):
+        make_update_step(objective, TINY, optax.sgd(0.1))
+    optimizer = optax.sgd(1.0)
+    copies = jax.tree.map(lambda x: x.copy(), params())
+    # Of the router, so that it begins with a preference for the first two experts.
+    copies["layers"]["router"] = copies["layers"]["router"].at[..., :2].add(0.05)
+    state = init_state(copies, optimizer, objective, key=jax.random.key(1))
+    prepared, objective_state = make_prepare(objective)(batch(), state.objective_state)
+    state = dataclasses.replace(state, objective_state=objective_state)
+    step = make_update_step(objective, TINY_MOE, optimizer, remat=False)
+    loads = []
+    for _ in range(24):
+        state, metrics = step(state, prepared)
+        loads.append(float(metrics["expert_load_max"].value))
+    assert loads[-1] < 0.8 * loads[0], loads
+    assert float(metrics["penalty_balance_experts"].value) >= 0.99
 
 
 @functools.cache

@@ -47,7 +47,9 @@ def test_impossible_meshes_are_refused(arguments, message):
 def test_rules_are_strict():
     assert partition_spec(("layers", "embed", "mlp")) == PartitionSpec(None, "fsdp", "tensor")
     assert partition_spec((None,)) == PartitionSpec(None)
-    with pytest.raises(ValueError, match="no rule for the logical axis 'expert'.*Known: embed, experts, heads"):
+    with pytest.raises(
+        ValueError, match="no rule for the logical axis 'expert'.*Known: embed, experts, heads"
+    ):
         partition_spec(("expert", "embed"))
     with pytest.raises(
         ValueError, match=r"'tensor' would split two.*\('heads', 'mlp'\).*P.*\('tensor', 'tensor'"
