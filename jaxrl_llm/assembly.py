@@ -17,6 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
@@ -43,6 +44,7 @@ __all__ = [
     "configured_teacher",
     "prompt_room",
     "replica_devices",
+    "sampler_devices",
     "sampling_params",
     "schedule_of",
     "teacher_config",
@@ -115,7 +117,7 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
         raise InputError(f"{where}: {error}") from None
     # Every product and norm reads its weight in the compute dtype, so that a frozen tree need not be wider.
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), teacher.params)
-    params = params if shardings is None else jax.device_put(params, shardings)
+    params = params if shardings is None else place(params, shardings)
     return Teacher(teacher.config, params, teacher.digest)
 
 
@@ -239,6 +241,7 @@ def certify_policy(
     *,
     probes: int,
     exact: Callable[[Any, Sequence[Completion], SamplingParams], Sequence[np.ndarray]] | None = None,
+    sampled_from: Any = None,
     limits: ParityLimits | None = None,
     mesh: jax.sharding.Mesh | None = None,
     version: int = 0,
@@ -251,6 +254,7 @@ def certify_policy(
       sampling: max_tokens, n and temperature of a probe.
       probes: prompts, at most 8.
       exact: of `sampler.rescore.ExactScorer.completions`; None = exact scoring is not compared.
+      sampled_from: the same params where the sampler computes; None: `params`.
       limits: None: those of the compute dtype.
       mesh: of the learner.
       version: of the policy.
@@ -267,7 +271,9 @@ def certify_policy(
     )
     model = sampler.config
     return certify(
-        lambda prompts: sampler.generate(params, prompts, sampling, version=version),
+        lambda prompts: sampler.generate(
+            params if sampled_from is None else sampled_from, prompts, sampling, version=version
+        ),
         score,
         probe_prompts(tokenizer, count=probes, longest=config.model.max_context - new),
         params=params,
@@ -390,7 +396,7 @@ def schedule_of(config: Config) -> Schedule | None:
       InputError: settings that exclude each other.
     """
     s, r = config.schedule, config.rollout
-    if s == ScheduleSettings():
+    if s == ScheduleSettings() and not config.mesh.sampler:
         return None
     if s.max_age == 0 and s.swap != "keep":
         raise InputError(
@@ -403,6 +409,7 @@ def schedule_of(config: Config) -> Schedule | None:
         max_age=s.max_age,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
+        ahead=bool(config.mesh.sampler and s.max_age),
     )
 
 
@@ -415,3 +422,26 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
         return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
+
+
+def sampler_devices(config: Config) -> list[jax.Device]:
+    """The devices that only sample, those after the learner's; none: the learner's sample, too.
+
+    Raises:
+      InputError: there are not that many, or they belong to several processes.
+    """
+    m = config.mesh
+    if not m.sampler:
+        return []
+    devices, learner = jax.devices(), m.data * m.fsdp * m.tensor
+    if jax.process_count() > 1:
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices that only sample need a run of one process, and this one has "
+            f"{jax.process_count()}. Leave mesh.sampler out."
+        )
+    if learner + m.sampler > len(devices):
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
+            f"{learner + m.sampler}, and there are {len(devices)}. Lower one of them."
+        )
+    return devices[learner : learner + m.sampler]

@@ -41,6 +41,11 @@ class Train:
     """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
     resume: bool = False
     """Go on from the newest snapshot of the run folder."""
+    workers: int = 0
+    """Processes that sample while this one trains, as Ray actors (extra [ray]), on this machine or on the cluster that
+    RAY_ADDRESS names; 0: this process samples. Their number changes no figure of the run."""
+    worker_resources: str = "CPU=1"
+    """With --workers: what Ray reserves for each, for example TPU=4,CPU=8."""
     overrides: _Overrides = ()
     """Override a setting, for example --set optimizer.learning_rate=1e-6; may be repeated."""
 
@@ -455,6 +460,8 @@ def main(argv: list[str] | None = None) -> None:
     except Exception:  # a fault: shown whole, but not the secrets that its message may hold
         print(redact_text(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    if "jaxrl_llm.parallel.processes" in sys.modules:
+        sys.modules["jaxrl_llm.parallel.processes"].leave_together(code)
     raise SystemExit(code)
 
 
@@ -474,6 +481,7 @@ def _run(command: Any) -> int:
     from jaxrl_llm import runtime
 
     runtime.configure()
+    _join(command)
     match command:
         case Train():
             return _train(command)
@@ -514,6 +522,17 @@ def _run(command: Any) -> int:
     raise AssertionError(command)
 
 
+def _join(command: Any) -> None:
+    """Joins the other processes of the run, if there are any and the command can work with them."""
+    from jaxrl_llm.parallel.processes import initialize_processes
+
+    if initialize_processes() and not isinstance(command, Train | Sft):
+        raise InputError(
+            "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train and sft "
+            "work as several. Start this one as one process, without these variables."
+        )
+
+
 def _existing_run(path: str) -> pathlib.Path:
     run = pathlib.Path(path)
     if not os.path.isfile(run / "config.yaml"):  # also False for a name that no file can have
@@ -528,9 +547,17 @@ def _train(args: Train) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
+    from jaxrl_llm.fleet.workers import Workers
     from jaxrl_llm.train import train
 
-    return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+    return train(
+        config,
+        run,
+        resume=args.resume,
+        overrides=args.overrides,
+        invocation=args.config,
+        workers=Workers(args.workers, args.worker_resources) if args.workers else None,
+    )
 
 
 def _replay(args: ReplaySpan) -> int:

@@ -64,6 +64,7 @@ _WORDS = {  # each on-demand field, for people
     "loss.entropy": "the entropy of the policy at each token",
     "loss.value": _VALUE_HEAD,
     "loss.topk_logprob": _LISTS,
+    "loss.router_choice": "the experts that each token went through",
     "loss.router_probs": "the router's probabilities of each token",
     **dict.fromkeys(TAUGHT, _TEACHER),
 }

@@ -47,10 +47,13 @@ from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region, uses_groups
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.agree import on_first
+from jaxrl_llm.parallel.host import read
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.train import BaseRun, session
@@ -101,6 +104,7 @@ def make_measure(
 
     On-demand log-probs must be there; arguments as for `make_update_step`, the parameters of a teacher come last.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
@@ -127,9 +131,11 @@ def make_measure(
                     chunk=chunk,
                     blocks=shards,
                     teacher=head,
+                    router_probs="router_probs" in needed_fields(objective),
                 )
             result = evaluate(objective, output, micro, state)
-            return {**result.metrics, "loss": Mean(result.loss_sum, result.denominator)}
+            metrics = {name: mean for name, mean in result.metrics.items() if not mean.total.ndim}
+            return {**metrics, "loss": Mean(result.loss_sum, result.denominator)}
 
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, split))
 
@@ -301,6 +307,8 @@ def _check_objective(objective: LossTransform, rows: Sequence[Row]) -> None:
         batch, state = objective.prepare(batch.replace(**given), objective.init())
         output = PolicyOutput(logprob=zeros, entropy=zeros, value=zeros, divergence=zeros)
         output = output.replace(topk_logprob=zeros[..., None]) if lists else output
+        routers = zeros[..., None, None]
+        output = output.replace(router_probs=routers, router_choice=routers)
         return evaluate(objective, output, batch, state)
 
     try:
@@ -351,7 +359,7 @@ class SupervisedRun(BaseRun):
         rows, self.held_out = _read(config, self.pairs, self.labels)
         _check_objective(objective, rows)
         self.notes = _one_kind_of_label(rows)
-        prepare_folder(folder, config, resume=resume)
+        on_first(lambda: prepare_folder(folder, config, resume=resume))
         model = configured_model(config)
         if config.model.max_context > model.config.max_positions:
             raise InputError(
@@ -488,9 +496,7 @@ def _figures(
             on_progress(min(start + size, len(fitting)), len(fitting))
     key = "eval/" + re.sub(r"[^A-Za-z0-9_.-]", "_", pathlib.Path(str(config.data.path)).stem)
     figures = {
-        f"{key}/{name}": float(mean.value)
-        for name, mean in jax.device_get(total).items()
-        if _MEASURED.fullmatch(name)
+        f"{key}/{name}": float(mean.value) for name, mean in read(total).items() if _MEASURED.fullmatch(name)
     }
     skipped = float(len(rendered) - len(fitting))
     return figures | {f"{key}/items": float(len(fitting)), f"{key}/skipped": skipped}

@@ -6,11 +6,12 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["EXIT_STOPPED", "StopRequest", "StoppedError", "TerminatedError", "terminable"]
 
+_EVERY = 8  # calls of `StopRequest.check(often=True)` in which several processes agree once
 EXIT_STOPPED = 75  # exit code: stopped on request or preemption with a snapshot saved
 
 
@@ -43,10 +44,16 @@ class StopRequest:
     """SIGINT and SIGTERM ask the loop to stop where a snapshot can be saved; a second SIGINT stops at once.
 
     Outside the main thread signals cannot be caught: nothing asks there.
+
+    Args:
+      agree: of several processes, whether any was asked (`parallel.agree.any_process`): all of them then stop at the same
+        place. None: there are no others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, agree: Callable[[bool], bool] | None = None) -> None:
         self.asked = False
+        self._agree = agree
+        self._looks = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -64,7 +71,15 @@ class StopRequest:
         self.asked = True
         print("\nStopping: a snapshot will be saved. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
-    def check(self, *_: object) -> None:
-        """Raises StoppedError when a stop was asked for; usable as a progress callback."""
-        if self.asked:
+    def check(self, *, often: bool = False) -> None:
+        """Raises StoppedError when a stop was asked for. Every process calls it at the same places.
+
+        Args:
+          often: it is called many times a second, so that not every call is worth asking the other processes.
+        """
+        if often and self._agree is not None:
+            self._looks += 1
+            if self._looks % _EVERY:
+                return
+        if self.asked if self._agree is None else self._agree(self.asked):
             raise StoppedError

@@ -105,6 +105,8 @@ class Trajectory:
     # of the tokens that it could not be (`ops.support`); all -1 where it was drawn from the whole vocabulary, or not sampled
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[L], more were left, and the K best of them were drawn from
+    # i16[at most L, layers, K], the experts that the sampler sent the first tokens through, prompt included; -1 = not known
+    routing_ids: np.ndarray | None = None
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
     @property
@@ -211,7 +213,9 @@ class TokenBatch:
     # [B, T, E], the teacher's last hidden state that token t is predicted from; with its output head, this is its
     # distribution over the vocabulary, which is too large to keep
     hidden_teacher: Array | None = None
-    routing_ids: Array | None = None  # i32[B, T, layers, K], experts chosen while sampling
+    # i16[B, T, layers, K], the experts that the sampler sent the token itself through on the way to the next one; current
+    # and proximal log-probs are computed with these. -1 = not known, the router chooses. None = all are -1, or a dense model
+    routing_ids: Array | None = None
 
     advantage: Array | None = None  # f32[B, T]
     returns: Array | None = None  # f32[B, T]
@@ -408,7 +412,13 @@ class PolicyOutput:
     value: Array | None = None  # f32[B, T]
     topk_logprob: Array | None = None  # f32[B, T, K], at batch.topk_ids
     divergence: Array | None = None  # f32[B, T], full-vocabulary divergence to a teacher
-    router_probs: Array | None = None  # f32[B, T, layers, experts]
+    # f32[B, T, layers, experts]: the routers' probabilities for the token before, which this one is predicted from, and 1 / K
+    # at each of the K experts that it went through
+    router_probs: Array | None = None
+    router_choice: Array | None = None
+    # `models.experts.Routed` of [B, T, layers], without probs: what the routers did with each token itself, prompts
+    # included; None of a dense model
+    routed: Any = None
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -425,6 +435,7 @@ class LossState:
     topk_logprob: Array | None = None
     divergence: Array | None = None
     router_probs: Array | None = None
+    router_choice: Array | None = None
     log_ratio: Array | None = None  # f32[B, T]
     policy: Array | None = None  # f32[B, T], the negated objective of each token
     weight: Array  # f32[B, T], detached

@@ -12,7 +12,6 @@ The same command on the same run folder goes on where it stopped. Whatever follo
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
 import itertools
 import os
@@ -94,14 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _here(options, command, run)
         plan = _plan(options, command, run)
         rendered = BACKENDS[options.backend](plan)
-        alone = _alone(command, plan.hosts)
-        rendered = dataclasses.replace(rendered, notes=(*rendered.notes, *alone))
         check_no_secrets(plan, rendered, os.environ)
         if options.dry_run:
             print(_shown(plan, rendered), end="")
             return 0
-        if alone:
-            raise LaunchError(alone[0])
         return _start(plan, rendered)
     except ValueError as error:
         text = load_redact().hide_credentials(str(error))
@@ -275,16 +270,6 @@ def _command(options: argparse.Namespace, given: list[str]) -> tuple[tuple[str, 
     return ("jaxrl", options.verb, str(config), "--run", folder, *overrides), folder
 
 
-def _alone(command: tuple[str, ...], processes: int) -> tuple[str, ...]:
-    """What is wrong with this many processes of the command: one text, or none."""
-    if command[0] != "jaxrl" or processes == 1:
-        return ()
-    return (
-        f"jaxrl does not join {processes} processes yet: each would train alone, in the same run folder. Take one process, or a "
-        "slice of one host, or give a command that calls jaxrl_llm.parallel.processes.initialize_processes.",
-    )
-
-
 def _variables(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     out: dict[str, str] = {}
     for item in options.env:
@@ -324,9 +309,7 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
     texts = [("the command", word) for word in command]
     texts += [(f"--env {name}", value) for name, value in variables.items()]
     check_texts(texts, settings.secrets, os.environ)
-    alone = _alone(command, settings.processes)
     if options.dry_run:
-        print("".join(f"# {note}\n" for note in alone), end="")
         for index, name in enumerate(settings.names):
             extra = {
                 **variables,
@@ -337,8 +320,6 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
             assigned = " ".join(f"{key}={shlex.quote(value)}" for key, value in extra.items())
             print(f"{assigned} {shlex.join(command_of(settings))}")
         return 0
-    if alone:
-        raise LaunchError(alone[0])
     _require(settings.secrets)
     return supervise(settings, {**os.environ, **variables})
 

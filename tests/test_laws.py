@@ -154,6 +154,7 @@ STAGES = {
     ],
     "adaptive_kl": [jrl.adaptive_kl(0.05), jrl.adaptive_kl(0.05, normalize=jrl.normalize_by_token())],
     "adaptive_entropy": [jrl.adaptive_entropy(coef=0.1)],
+    "balance_experts": [jrl.balance_experts(0.1)],
     "imitate": [
         jrl.imitate(0.1),
         jrl.imitate(0.1, "forward", "topk"),
@@ -230,7 +231,8 @@ OTHER_KINDS = {
     ),
     "sequence_ratio_per_token": "ratio",
     **dict.fromkeys(
-        ("adaptive_kl", "adaptive_entropy", "reward_entropy", "imitate", "next_token"), "penalty"
+        ("adaptive_kl", "adaptive_entropy", "reward_entropy", "balance_experts", "imitate", "next_token"),
+        "penalty",
     ),
     **dict.fromkeys(("normalize_by_pair", "imitate_chosen"), "preference"),
     **dict.fromkeys(
@@ -317,6 +319,7 @@ CHAINS = {
         jrl.penalize_log_ratio_square(0.1),
         jrl.adaptive_kl(0.05),
         jrl.adaptive_entropy(coef=0.1),
+        jrl.balance_experts(0.1),
         jrl.next_token(0.1, "positive", 0.0, jrl.normalize_by_sequence()),
     ),
     "teacher and critic": jrl.chain(

@@ -37,7 +37,7 @@ def update_flops(config: ModelConfig, rows: int, tokens: int, trained: int) -> f
       trained: trained tokens of the whole batch.
     """
     D, K = config.hidden_size, config.head_dim
-    weights = D * K * 2 * (config.num_heads + config.num_kv_heads) + 3 * D * config.intermediate_size
+    weights = D * K * 2 * (config.num_heads + config.num_kv_heads) + config.active_mlp_parameters
     attention = 2 * config.num_heads * K * (tokens + 1) / 2  # scores and values, keys seen on average
     layers = rows * tokens * config.num_layers * 2 * (weights + attention)
     return 3 * (layers + trained * 2 * D * config.vocab_size)

@@ -25,18 +25,16 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.sft import (
-    Message,
     answered,
-    check_messages,
     check_turns,
     only_one,
-    read_objects,
     reward_of,
     supervised_batch,
     text_of,
     trajectory_of,
 )
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.json_lines import Message, check_messages, read_objects
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import TokenBatch, Trajectory
 

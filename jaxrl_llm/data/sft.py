@@ -13,17 +13,16 @@ trained like the others. In "messages" every assistant turn is trained.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.files import unique_keys
+from jaxrl_llm.rollout.json_lines import Message, check_messages, read_objects
 from jaxrl_llm.rollout.pack import pack
 from jaxrl_llm.tokens.conversation import Conversation
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -32,15 +31,10 @@ from jaxrl_llm.types import Prompt, StopReason, TokenBatch, Trajectory
 __all__ = [
     "Example",
     "answered",
-    "check_messages",
-    "read_objects",
     "read_sft",
     "reward_of",
     "supervised_batch",
 ]
-
-_ROLES = ("system", "user", "assistant", "tool")
-Message = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,60 +46,6 @@ class Example:
 
 
 # ------------------------------------------------------------------------------------------ reading
-
-
-def read_objects(path: str | pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("data file PATH, line N", object) of each line that is not blank; UTF-8, any line ends.
-
-    Raises:
-      InputError: the file cannot be read, or a line is not a JSON object.
-    """
-    path = pathlib.Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise InputError(f"data file {path} does not exist. Check data.path.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL, or one that cannot be encoded
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"data file {str(path)!a} cannot be read: {reason}.") from None
-    # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"data file {path}, line {number}"
-        try:
-            row = json.loads(line, object_pairs_hook=unique_keys)
-            json.dumps(row, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise InputError(
-                f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: not valid JSON ({error}).") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}.")
-        yield where, row
-
-
-def check_messages(value: Any, where: str, key: str) -> tuple[Message, ...]:
-    """A list of messages with roles and texts. Raises InputError for anything else."""
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: {key!r} must be a list of messages that is not empty, got {value!r}.")
-    for message in value:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in _ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise InputError(
-                f"{where}: each message in {key!r} must be {{'role': one of {', '.join(_ROLES)}, 'content': text}}, "
-                f"got {message!r}."
-            )
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_llm.diagnostics.environment import describe_environment
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.host import read
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, TokenBatch
 
@@ -62,6 +63,9 @@ class _Sampled(Protocol):
 
     @property
     def support_ids(self) -> np.ndarray | None: ...  # i32[N, K], what each token was drawn from
+
+    @property
+    def routing_ids(self) -> np.ndarray | None: ...  # i16[P + N - 1, layers, K], the experts of each token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +206,7 @@ def certify(
     completions = sample(probes)
     behavior = [np.asarray(c.logprobs, np.float32) for c in completions]
     batch, places = _batch(completions, temperature, rows_multiple, pad_id)
-    scored = np.asarray(jax.device_get(score(params, batch)), np.float32)
+    scored = np.asarray(read(score(params, batch)), np.float32)
     learner = [scored[place] for place in places]
     gap = _gaps(behavior, learner)
     exact_gap = exact_histogram = None
@@ -276,7 +280,11 @@ def _batch(
     places = []
     widths = [c.support_ids.shape[1] for c in completions if c.support_ids is not None]
     support = np.full((B, T, max(widths)), -1, np.int32) if widths else None
+    known = [c.routing_ids for c in completions if c.routing_ids is not None]
+    routing = np.full((B, T, *known[0].shape[1:]), -1, np.int16) if known else None
     for row, (c, length) in enumerate(zip(completions, lengths, strict=True)):
+        if routing is not None and c.routing_ids is not None:
+            routing[row, : len(c.routing_ids)] = c.routing_ids
         place = slice(len(c.prompt.tokens), length)
         if support is not None and c.support_ids is not None:
             support[row, place, : c.support_ids.shape[1]] = c.support_ids
@@ -285,7 +293,12 @@ def _batch(
         places.append((row, place))
     lengths += [0] * (B - len(lengths))
     batch = TokenBatch.from_rows(
-        tokens, mask, temperature=temperature, lengths=np.asarray(lengths), support_ids=support
+        tokens,
+        mask,
+        temperature=temperature,
+        lengths=np.asarray(lengths),
+        support_ids=support,
+        routing_ids=routing,
     )
     return batch, places
 

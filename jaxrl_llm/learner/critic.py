@@ -204,7 +204,15 @@ def value_policy(
     """
 
     def policy(params: Any, batch: TokenBatch) -> PolicyOutput:
-        hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, remat=remat)
+        hidden = forward(
+            params,
+            config,
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            remat=remat,
+            routing_ids=batch.routing_ids,
+        )
         logprob, spread = head_logprobs(
             jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))),
             head_matrix(params),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import batch_shardings
 from jaxrl_llm.types import TokenBatch
@@ -39,10 +40,12 @@ def pad_rows(batch: TokenBatch, multiple: int) -> TokenBatch:
     padded = jax.tree.map(pad, batch)
     temperature = jnp.pad(batch.temperature, [(0, extra), (0, 0)], constant_values=1.0)
     padded = dataclasses.replace(padded, temperature=temperature)  # logits are divided by it
-    if batch.support_ids is None:
-        return padded
-    whole = [(0, extra), (0, 0), (0, 0)]  # -1, and not token 0
-    return dataclasses.replace(padded, support_ids=jnp.pad(batch.support_ids, whole, constant_values=-1))
+    for name in ("support_ids", "routing_ids"):  # -1, and not token or expert 0
+        ids = getattr(batch, name)
+        if ids is not None:
+            widths = [(0, extra), *[(0, 0)] * (ids.ndim - 1)]
+            padded = dataclasses.replace(padded, **{name: jnp.pad(ids, widths, constant_values=-1)})
+    return padded
 
 
 def micro_batches(
@@ -70,16 +73,16 @@ def check_micro_batch_rows(rows: int | None, shards: int) -> None:
     if rows is not None and (rows < 1 or rows % shards):
         raise ValueError(
             f"micro_batch_rows={rows} must be a positive multiple of {shards}, the number of shards that the mesh "
-            f"splits rows into (data x fsdp)."
+            f"splits rows into (data x fsdp x expert)."
         )
 
 
 def place_batch(batch: TokenBatch, mesh: Mesh | None) -> TokenBatch:
-    """The batch on the mesh, rows split over data and fsdp (inert rows are added where they do not divide)."""
+    """The batch on the mesh, rows split over its batch axes (inert rows are added where they do not divide)."""
     if mesh is None:
         return batch
     batch = pad_rows(batch, batch_shards(mesh))
-    return jax.device_put(batch, batch_shardings(batch, mesh))
+    return place(batch, batch_shardings(batch, mesh))
 
 
 def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> list[TokenBatch]:
@@ -105,11 +108,11 @@ def minibatches(batch: TokenBatch, number: int, key: Array | None = None) -> lis
         )
     if number == 1:
         return [batch]
-    trains = np.flatnonzero(np.asarray(jnp.any(batch.mask, axis=1)))
+    trains = np.flatnonzero(read(jnp.any(batch.mask, axis=1)))
     if not trains.size:
         return [batch]
     if key is not None:
-        trains = np.asarray(jax.random.permutation(key, jnp.asarray(trains)))
+        trains = read(jax.random.permutation(key, jnp.asarray(trains)))
     size = -(-B // number)
     batch = pad_rows(batch, B + 1)  # at least one inert row to fill up with
     inert = batch.shape[0] - 1

@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 from jaxrl_llm.learner.rows import check_micro_batch_rows, micro_batches, pad_rows, place_batch
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
@@ -73,6 +74,7 @@ def make_score(
       micro_batch_rows: rows of one forward pass, a multiple of the shards of the rows; None = all rows.
       chunk: positions of a chunk of the head.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -121,6 +123,7 @@ def make_score_lists(
       ValueError: k is not between 1 and the size of the vocabulary.
     """
     _check_list(config, k)
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -221,6 +224,7 @@ def make_score_teacher(
     """
     if wanted.k:
         _check_list(config, wanted.k)
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards, layout = batch_shards(mesh), layout_of(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
@@ -240,7 +244,8 @@ def make_score_teacher(
 
     def score_teacher(params: Any, batch: TokenBatch) -> TokenBatch:
         rows = batch.shape[0]
-        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=batch.topk_ids if wanted.k else None)
+        topk = batch.topk_ids if wanted.k else None
+        inputs = dataclasses.replace(_read_by_head(batch), topk_ids=topk, routing_ids=None)
         return dataclasses.replace(
             batch, **{name: x[:rows] for name, x in jitted(params, place_batch(inputs, mesh)).items()}
         )
@@ -297,7 +302,9 @@ def fill_logprobs(
                 "fill_logprobs: the objective needs logprob_reference and the learner state keeps no reference. "
                 "Create it with init_state(..., reference=True)."
             )
-        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, batch))
+        # The experts of the sampler's policy are not those of another one.
+        free = dataclasses.replace(batch, routing_ids=None)
+        batch = dataclasses.replace(batch, logprob_reference=score(state.reference, free))
     missing = sorted(name for name in known if getattr(batch, name) is None)
     if missing:
         raise ValueError(
@@ -308,8 +315,10 @@ def fill_logprobs(
 
 
 def _read_by_head(batch: TokenBatch) -> TokenBatch:
-    """`always_given` and the support, which is part of what a log-prob is."""
-    return dataclasses.replace(always_given(batch), support_ids=batch.support_ids)
+    """`always_given`, and the support and the routing, which are part of what a log-prob is."""
+    return dataclasses.replace(
+        always_given(batch), support_ids=batch.support_ids, routing_ids=batch.routing_ids
+    )
 
 
 def always_given(batch: TokenBatch) -> TokenBatch:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.ops.numerics import safe_exp
+from jaxrl_llm.parallel.host import read
 from jaxrl_llm.types import TokenBatch
 
 __all__ = ["make_ratios_by_age"]
@@ -41,7 +42,7 @@ def make_ratios_by_age(ages: int) -> Callable[[TokenBatch], dict[str, float]]:
 
     def ratios_by_age(batch: TokenBatch) -> dict[str, float]:
         out: dict[str, float] = {}
-        for age, (count, first, second, largest) in enumerate(zip(*jax.device_get(sums(batch)), strict=True)):
+        for age, (count, first, second, largest) in enumerate(zip(*read(sums(batch)), strict=True)):
             if count:
                 out |= {
                     f"staleness/ratio_mean_age_{age}": float(first / count),

@@ -11,7 +11,9 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
+from jaxrl_llm.transforms.adaptive import EXPERT_LOAD
 from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.types import LearnerState
 
@@ -22,6 +24,18 @@ def _master(x: jax.Array) -> jax.Array:
     """Small updates round away in bf16, so parameters are kept in f32 (f64 stays f64)."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _sized(objective_state: dict[str, Any], params: Any) -> dict[str, Any]:
+    """The state of an objective in which what depends on the size of the model has it: the loads of its experts."""
+    router = params["layers"].get("router") if isinstance(params, dict) and "layers" in params else None
+
+    def sized(path, x):
+        if router is None or getattr(path[-1], "key", None) != EXPERT_LOAD:
+            return x
+        return jnp.zeros((router.shape[0], router.shape[-1]), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(sized, objective_state)
 
 
 def init_state(
@@ -68,7 +82,7 @@ def init_state(
             version=jnp.zeros((), jnp.int32),
             params=params,
             opt_state=optimizer.init(params),
-            objective_state=objective.init(),
+            objective_state=_sized(objective.init(), params),
             reference=jax.tree.map(jnp.copy, params) if reference else None,
             critic=critic,
             critic_opt_state=None if critic_optimizer is None else critic_optimizer.init(critic),
@@ -85,9 +99,9 @@ def init_state(
             "init_state: a mesh needs config=, which says along which axes each parameter may be split."
         )
     shardings = state_shardings(jax.eval_shape(build, params, critic, key), optimizer, config, mesh, rules)
-    placed = jax.device_put(params, shardings.params)
-    critic = jax.device_put(critic, shardings.critic)
-    return jax.jit(build, out_shardings=shardings)(placed, critic, jax.device_put(key, shardings.key))
+    placed = place(params, shardings.params)
+    critic = place(critic, shardings.critic)
+    return jax.jit(build, out_shardings=shardings)(placed, critic, place(key, shardings.key))
 
 
 def finish_train_step(state: LearnerState) -> LearnerState:

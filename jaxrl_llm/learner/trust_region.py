@@ -231,7 +231,15 @@ def decoder_features(config: ModelConfig, remat: Remat = True) -> Features:
     """The decoder as `Features`: hidden state t - 1 at entry t, and the output head."""
 
     def features(params: Any, batch: TokenBatch) -> tuple[Array, Array]:
-        h = forward(params, config, batch.tokens, batch.positions, batch.segments, remat=remat)
+        h = forward(
+            params,
+            config,
+            batch.tokens,
+            batch.positions,
+            batch.segments,
+            remat=remat,
+            routing_ids=batch.routing_ids,
+        )
         return jnp.pad(h[:, :-1], ((0, 0), (1, 0), (0, 0))), head_matrix(params)
 
     return features

@@ -18,8 +18,9 @@ from jaxrl_llm.learner.score import teacher_needs
 from jaxrl_llm.learner.share import coefficients, gradient_share
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat
+from jaxrl_llm.models.experts import exchanged_bytes, on_mesh, router_load
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
-from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
@@ -138,6 +139,7 @@ def make_update_step(
         learning_rate        of the last update that was applied, when the optimizer records it (`make_optimizer` does)
         skipped              1 when the step was skipped
         trained_tokens       tokens with a gradient
+        expert_…, router_…   of a model with experts: see `router_figures`
         logprob_gap_max      largest |current - behavior| of a trained token (nats), with behavior log-probs
         ratio_min, ratio_max smallest and largest current / anchor of a trained token; the anchor is the proximal
                              policy where the batch has its log-probs, else the behavior policy
@@ -147,10 +149,12 @@ def make_update_step(
     Raises:
       ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
     """
+    config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
+    wants_routers = reads_routers(objective, config, policy is None)
     divergence = teacher_needs(objective).divergence if policy is None else None
     if divergence is not None and teacher is None:
         raise ValueError(
@@ -177,6 +181,7 @@ def make_update_step(
             blocks=shards,
             gradient_sums=gradient_sums,
             teacher=head,
+            router_probs=wants_routers,
             layout=layout_of(mesh, rules),
         )
 
@@ -197,7 +202,8 @@ def make_update_step(
             output = with_exact_value(run_policy(params, micro, teacher_params, gradient_sums), micro)
             result = evaluate(objective, output, micro, state.objective_state)
             coefficient = coefficients(objective, output, micro, state.objective_state)
-            return result.loss_sum, (result, ratio_extremes(output, micro), coefficient)
+            routers = routers_of(output, micro, config)
+            return result.loss_sum, (result, ratio_extremes(output, micro), coefficient, routers)
 
         gradients = jax.grad(loss_sum, has_aux=True)
 
@@ -217,7 +223,7 @@ def make_update_step(
         else:
             zeros = pinned(jax.tree.map(jnp.zeros_like, state.params), param_shardings)
             grads, outputs = jax.lax.scan(add, zeros, split)
-        results, extremes, coefficient = outputs
+        results, extremes, coefficient, routers = outputs
         total, denominator, metrics = jax.tree.map(
             lambda x: jnp.sum(x, axis=0), (results.loss_sum, results.denominator, results.metrics)
         )
@@ -234,12 +240,16 @@ def make_update_step(
             lambda after, before: jnp.where(usable, after, before), advanced, state.objective_state
         )
         new = dataclasses.replace(new, objective_state=objective_state)
+        metrics = {
+            name: mean for name, mean in metrics.items() if not mean.total.ndim
+        }  # the others are for `update`
         metrics = metrics | {
             "loss": Mean(total, denominator),
             "grad_norm": figure(grad_norm),
             "skipped": figure(~usable),
             "trained_tokens": figure(jnp.sum(batch.mask)),
             **merge_extremes(extremes),
+            **router_figures(routers, config, padded.tokens.size),
         }
         coefficient = coefficient.reshape(padded.shape)
         shares = gradient_share(coefficient, padded)
@@ -267,6 +277,66 @@ class UpdateStep:
 
     def __call__(self, state: LearnerState, batch: TokenBatch, *teacher: Any) -> tuple[LearnerState, Metrics]:
         return self.jitted(state, place_batch(batch, self.mesh), *teacher)
+
+
+def reads_routers(objective: LossTransform, config: ModelConfig, decoder: bool = True) -> bool:
+    """Whether an objective reads the probabilities of routers; `decoder`: the policy is that of `config`.
+
+    Raises:
+      ValueError: it does, and the model has no experts.
+    """
+    reads = "router_probs" in needed_fields(objective)
+    if reads and decoder and not config.num_experts:
+        raise ValueError(
+            "the objective reads the probabilities of routers, and the model has no experts. Leave the stage out "
+            "(balance_experts), or train a mixture of experts."
+        )
+    return reads
+
+
+def routers_of(output: PolicyOutput, micro: TokenBatch, config: ModelConfig) -> dict[str, Array]:
+    """What the routers did with the tokens of a micro-batch, prompts included; adds up over micro-batches."""
+    if output.routed is None:
+        return {}
+    ids, entropy, dropped, _ = output.routed
+    counted = micro.segments != 0
+    known = counted[..., None] if micro.routing_ids is None else micro.routing_ids[..., 0] >= 0
+    replayed = (
+        jnp.zeros((), jnp.float32) if micro.routing_ids is None else jnp.sum(known & counted[..., None])
+    )
+    return {
+        "load": router_load(ids, config.num_experts, counted),
+        "entropy": jnp.sum(jnp.where(counted[..., None], entropy, 0.0)),
+        "dropped": jnp.sum(jnp.where(counted[..., None], dropped, 0.0)),
+        "replayed": replayed.astype(jnp.float32),
+    }
+
+
+def router_figures(routers: dict[str, Array], config: ModelConfig, places: int) -> dict[str, Mean]:
+    """Figures of the routers in one update, from `routers_of` each micro-batch; {} of a dense model.
+
+    expert_load_max        tokens of the busiest expert of a layer over the mean of the layer, of the worst layer
+    expert_load_min        likewise of the idlest expert
+    expert_dropped         fraction of (token, expert) pairs for which the expert had no room
+    expert_replayed        fraction of tokens that went through the experts that the sampler had chosen
+    expert_exchange        bytes that all devices together receive in the forward passes, because experts are elsewhere
+    router_entropy         mean entropy of the router's probabilities, in nats
+    """
+    if not routers:
+        return {}
+    total = {name: jnp.sum(x, axis=0) for name, x in routers.items()}
+    load = total["load"]
+    pairs = jnp.sum(load)
+    tokens = pairs / config.experts_per_token  # in each layer
+    relative = load / jnp.maximum(jnp.mean(load, axis=1, keepdims=True), 1.0)
+    return {
+        "expert_load_max": figure(jnp.max(relative)),
+        "expert_load_min": figure(jnp.min(relative)),
+        "expert_dropped": Mean(total["dropped"], pairs),
+        "expert_replayed": Mean(total["replayed"], tokens),
+        "expert_exchange": figure(jnp.asarray(exchanged_bytes(config, places))),
+        "router_entropy": Mean(total["entropy"], tokens),
+    }
 
 
 def ratio_extremes(output: PolicyOutput, micro: TokenBatch) -> dict[str, Array]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-__all__ = ["ModelConfig", "RopeScaling", "TINY"]
+__all__ = ["ModelConfig", "RopeScaling", "TINY", "TINY_MOE"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama and Qwen families: pre-norm, rotary positions, grouped-query attention, SwiGLU.
+    """A decoder of the Llama and Qwen families: pre-norm, rotary positions, grouped-query attention, SwiGLU or experts.
 
     `dtype` is the compute dtype of activations and matrix products; `head_dtype` that of the operands of
     the output head (None = `dtype`). Logits and log-sum-exp are always accumulated in f32, and both the
@@ -49,6 +50,15 @@ class ModelConfig:
     qk_norm: bool = dataclasses.field(
         default=False, repr=False
     )  # RMS norm of each query and key head (Qwen3)
+    # A mixture of experts in place of the MLP of every layer; 0 experts = dense. See `models.experts`.
+    num_experts: int = dataclasses.field(default=0, repr=False)
+    experts_per_token: int = dataclasses.field(default=0, repr=False)
+    expert_size: int = dataclasses.field(default=0, repr=False)  # hidden units of one expert
+    normalize_gates: bool = dataclasses.field(default=True, repr=False)  # gates of a token add up to 1
+    # Most tokens of an expert in a forward pass of the learner, as a multiple of the mean load; None = all of them.
+    expert_capacity: float | None = dataclasses.field(default=None, repr=False)
+    # An `experts.Placement`: the devices that the experts are spread over; set by whoever compiles for a mesh.
+    placement: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -61,6 +71,31 @@ class ModelConfig:
                 name == "head_dtype" and value is None
             ):
                 raise ValueError(f"model config: {name} must be float32 or bfloat16, got {value!r}.")
+        if self.num_experts and not (
+            1 <= self.experts_per_token <= self.num_experts and self.expert_size > 0
+        ):
+            raise ValueError(
+                f"model config: num_experts={self.num_experts} needs experts_per_token between 1 and that (got "
+                f"{self.experts_per_token}) and a positive expert_size (got {self.expert_size})."
+            )
+        if self.expert_capacity is not None and not self.expert_capacity > 0:
+            raise ValueError(
+                f"model config: expert_capacity must be positive, or None, got {self.expert_capacity!r}."
+            )
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Scalars of the MLP, or of the router and all experts, of one layer."""
+        if self.num_experts:
+            return self.hidden_size * self.num_experts * (1 + 3 * self.expert_size)
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def active_mlp_parameters(self) -> int:
+        """Those of them that one token meets."""
+        if self.num_experts:
+            return self.hidden_size * (self.num_experts + 3 * self.experts_per_token * self.expert_size)
+        return self.mlp_parameters
 
     @property
     def logits_dtype(self) -> str:
@@ -75,7 +110,7 @@ class ModelConfig:
             attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
         if self.qk_norm:
             attention += 2 * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
+        layer = attention + self.mlp_parameters + 2 * self.hidden_size
         heads = 1 if self.tie_embeddings else 2
         vectors = 2 if self.value_head else 1
         return self.num_layers * layer + (heads * self.vocab_size + vectors) * self.hidden_size
@@ -94,4 +129,8 @@ TINY = ModelConfig(
     max_positions=256,
     eos_ids=(2,),
     pad_id=0,
+)
+
+TINY_MOE = dataclasses.replace(
+    TINY, family="qwen3_moe", qk_norm=True, num_experts=8, experts_per_token=2, expert_size=48
 )

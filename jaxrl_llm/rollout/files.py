@@ -17,6 +17,7 @@ from typing import Any
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.rollout.json_lines import check_messages, read_objects
 from jaxrl_llm.rollout.task import (
     HELD_OUT,
     Item,
@@ -28,9 +29,7 @@ from jaxrl_llm.rollout.task import (
     find_grader,
 )
 
-__all__ = ["FileTask", "jsonl_task", "read_jsonl", "unique_keys"]
-
-_ROLES = ("system", "user", "assistant", "tool")
+__all__ = ["FileTask", "jsonl_task", "read_jsonl"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,61 +88,23 @@ def read_jsonl(
       InputError: the file cannot be read or has no rows; a line is no JSON object, or a field is missing or
         wrong (with the line number).
     """
-    if "://" in str(path):
-        raise InputError(
-            f"data file {path}: addresses are not read; download it and give the path of the file."
-        )
-    path = pathlib.Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # any line ends become line feeds
-    except FileNotFoundError:
-        raise InputError(f"data file {path} does not exist.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"data file {path} is not UTF-8 ({error.reason} at byte {error.start}); convert it."
-        ) from None
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"data file {str(path)!r} cannot be read: {reason}.") from None
-    items = []
-    # Not splitlines(): a JSON string may hold U+2028 and its kind as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            items.append(
-                _row(line, f"data file {path}, line {number}", prompt_field, answer_field, answer_after)
-            )
+    items = [_item(row, where, prompt_field, answer_field, answer_after) for where, row in read_objects(path)]
     if not items:
         raise InputError(f'data file {path} has no rows; expected one {{"prompt": …, "answer": …}} a line.')
     return items
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError when a key is there twice."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return row
-
-
-def _row(line: str, where: str, prompt_field: str, answer_field: str, answer_after: str) -> Item:
-    try:
-        row = json.loads(line, object_pairs_hook=unique_keys)
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON ({error}).") from None
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected a JSON object, got {type(row).__name__}.")
+def _item(
+    row: Mapping[str, Any], where: str, prompt_field: str, answer_field: str, answer_after: str
+) -> Item:
     given = [f for f in dict.fromkeys((prompt_field, "messages")) if f in row]
     if len(given) != 1:
         found = "both" if given else f"neither; found: {', '.join(map(str, row)) or 'nothing'}"
         raise InputError(f"{where}: needs either {prompt_field!r} or 'messages', got {found}.")
     if given == ["messages"] and prompt_field != "messages":
-        messages = _messages(row["messages"], where)
+        messages = check_messages(row["messages"], where, "messages")
+        if not any(m["role"] == "user" for m in messages):
+            raise InputError(f"{where}: 'messages' has no turn of the user.")
     else:
         prompt = row[prompt_field]
         if not isinstance(prompt, str) or not prompt.strip():
@@ -178,23 +139,6 @@ def _row(line: str, where: str, prompt_field: str, answer_field: str, answer_aft
         prefix=prefix,
         key=json.dumps([*messages, prefix], ensure_ascii=False, sort_keys=True),
     )
-
-
-def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{where}: 'messages' must be a list that is not empty, got {value!r}.")
-    for message in value:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in _ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            raise InputError(
-                f"{where}: each message must be {{'role': one of {', '.join(_ROLES)}, 'content': text}}, got {message!r}."
-            )
-    if not any(m["role"] == "user" for m in value):
-        raise InputError(f"{where}: 'messages' has no turn of the user.")
-    return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
 def _divide(items: list[Item], held_out: float) -> dict[str, tuple[Item, ...]]:

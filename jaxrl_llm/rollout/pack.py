@@ -143,6 +143,28 @@ def _supported(trajectories: Sequence[Trajectory]) -> int:
     return max(sizes)
 
 
+def _routed(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+    """(layers, K) of the experts that tokens were sent through; () when no trajectory has them."""
+    shapes = set()
+    for index, t in enumerate(trajectories):
+        if t.routing_ids is not None:
+            if t.routing_ids.ndim != 3 or len(t.routing_ids) > len(t.tokens):
+                raise ValueError(
+                    f"pack: trajectory {index} (prompt {t.prompt.uid}): routing_ids has the shape {t.routing_ids.shape} for "
+                    f"{len(t.tokens)} tokens; it must be [at most {len(t.tokens)}, layers, experts of a token]."
+                )
+            shapes.add(t.routing_ids.shape[1:])
+    if len(shapes) > 1:
+        raise ValueError(f"pack: trajectories were routed by different models: {sorted(shapes)}.")
+    return shapes.pop() if shapes else ()
+
+
+def _put_routing(target: np.ndarray, at: tuple[int, slice], t: Trajectory, own: slice) -> None:
+    if t.routing_ids is not None:
+        known = t.routing_ids[own]
+        target[at[0], at[1].start : at[1].start + len(known)] = known
+
+
 def pack(
     trajectories: Sequence[Trajectory],
     *,
@@ -174,7 +196,8 @@ def pack(
         topk_logprob_behavior (with topk_ids), which needs trajectories with the lists of the sampler.
 
     The tokens that each one was drawn from under top-k, top-p or min-p come along whenever a trajectory has them: without
-    them its log-probs mean nothing. Trajectories without go beside them, drawn from the whole vocabulary.
+    them its log-probs mean nothing. Trajectories without go beside them, drawn from the whole vocabulary. So do the experts
+    that each token was sent through, of a model that has them.
 
     The reward sits on the last trained token of its trajectory. It is not valid, and 0, when it is None or
     when nothing of the trajectory is trained. The first token of a sequence has no prediction and is never
@@ -225,6 +248,8 @@ def pack(
     top_ids = np.zeros((B, T, listed), np.int32) if listed else None
     top_logprob = np.zeros((B, T, listed), np.float32) if listed else None
     support_ids = np.full((B, T, supported), -1, np.int32) if supported else None
+    routed = _routed(trajectories)
+    routing_ids = np.full((B, T, *routed), -1, np.int16) if routed else None
     # Padding gets ids that no trajectory has: one of its own for each row.
     padding_ids = len(trajectories) + np.arange(B, dtype=np.int32)[:, None]
     trajectory = np.broadcast_to(padding_ids, (B, T)).copy()
@@ -242,6 +267,8 @@ def pack(
                 tokens[at] = trajectories[first].tokens[: family.prefix]
                 positions[at] = np.arange(family.prefix)
                 segments[at] = -number
+                if routing_ids is not None:
+                    _put_routing(routing_ids, at, trajectories[first], slice(0, family.prefix))
                 start += family.prefix
             for index in family.members:
                 t = trajectories[index]
@@ -273,6 +300,8 @@ def pack(
                 if support_ids is not None and t.support_ids is not None:
                     own_ids = np.asarray(t.support_ids)[own]
                     support_ids[*at, : own_ids.shape[1]] = np.where(trained[:, None], own_ids, -1)
+                if routing_ids is not None:
+                    _put_routing(routing_ids, at, t, own)
                 if t.reward is not None and last is not None:
                     valid[at] = True
                     reward[row, last] = t.reward
@@ -307,6 +336,7 @@ def pack(
         "agent": agent,
         "baseline_reward": baseline,
         "support_ids": support_ids,
+        "routing_ids": routing_ids,
         "topk_ids": top_ids,
         "topk_logprob_behavior": top_logprob,
     }

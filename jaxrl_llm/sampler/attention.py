@@ -25,6 +25,7 @@ from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
     RaggedCache,
+    Tiles,
     as_stored,
     chunk_attention,
     decode_attention,
@@ -122,11 +123,15 @@ def page_sharding(config: ModelConfig, mesh: jax.sharding.Mesh) -> jax.sharding.
 
 
 def decode_step(
-    cache: PagedCache | RaggedCache, table: Array, position: Array, active: Array
+    cache: PagedCache | RaggedCache,
+    table: Array,
+    position: Array,
+    active: Array,
+    tiles: Tiles | None = None,
 ) -> PageAttention:
     """One new token a row, at `position`, i32[B]; those of rows that are not `active` go to NOBODY's page.
 
-    `attend` takes q [B, 1, H, K] and k, v [B, 1, N, K].
+    `attend` takes q [B, 1, H, K] and k, v [B, 1, N, K]. The kernel reads no `tiles`.
     """
     S = cache.page_size
     pages = jnp.where(active, table[jnp.arange(table.shape[0]), position // S], NOBODY)
@@ -148,11 +153,13 @@ def decode_step(
 
         return PageAttention(cache, write_and_attend, lambda cache, _: cache)
 
-    blocks = jnp.max(jnp.where(active, -(-position // S), 0))
+    skipped = 0 if tiles is None else tiles.skip
+    blocks = jnp.max(jnp.where(active, -(-position // S) - skipped, 0))
 
     def attend(q, k, v, layer, carried):
         k, v = as_stored(cache, k), as_stored(cache, v)
-        return decode_attention(q, k, v, cache, layer, table, position, blocks), carried, (k, v)
+        out = decode_attention(q, k, v, cache, layer, table, position, blocks, tiles)
+        return out, carried, (k, v)
 
     def written(_, new):
         k, v = jax.tree.map(lambda x: x[:, :, 0], new)

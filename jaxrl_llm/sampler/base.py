@@ -224,6 +224,9 @@ class Completion:
     # vocabulary, as codes of `ops.support`; None where every token was drawn from all of it
     support_ids: np.ndarray | None = None
     support_cut: np.ndarray | None = None  # bool[N], likewise: truncation had kept more than K
+    # i16[P + N - 1, layers, experts_per_token], the experts that each token was sent through, prompt included, all but the
+    # last, which nothing was computed from; -1 = not known. None of a dense model
+    routing_ids: np.ndarray | None = None
     text: str | None = None  # None without a tokenizer
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # seconds
 
@@ -247,6 +250,7 @@ class SamplerStats:
     prefilled_tokens: int = 0  # really computed by prefill, prompts of preempted rows included
     prefix_hits: int = 0  # completions whose prompt was already in the pages
     dispatches: int = 0
+    shared_reads: int = 0  # dispatches in which rows read the pages that they have in common together
     decode_steps: int = 0
     slot_steps: int = 0  # slots x decode steps
     decoded_tokens: int = 0  # sampled by live rows, also past a stop string

@@ -20,12 +20,15 @@ import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, head_weight, rms_norm, rope_tables
+from jaxrl_llm.models.experts import EXACT
 from jaxrl_llm.ops.quantize import Precision, QuantizedMatrix, Stored, quantize_matrix, weight_product
+from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.sampler.attention import PageAttention, decode_step, init_pages, prefill_step
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
     RaggedCache,
+    Tiles,
     copy_pages,
     read_pages,
     write_pages,
@@ -103,6 +106,9 @@ class ResultTokens:
     top_logprobs: Any  # f32[steps, slots, K] or None
     support_ids: Any = None  # i32[steps, slots, K] or None
     support_cut: Any = None  # bool[steps, slots] or None
+    routing_ids: Any = (
+        None  # i16[steps, slots, layers, K], experts of the token that was fed; None of a dense model
+    )
     valid: Any  # bool[steps, slots]
     steps: Any  # i32[], decode steps that ran
 
@@ -123,7 +129,7 @@ def _head(params: Any, config: ModelConfig) -> Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(layers: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda x: x.astype(dtype), layers)
+    return {name: x if name in EXACT else x.astype(dtype) for name, x in layers.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "kind"))
@@ -131,6 +137,7 @@ def _quantize(layers: Any, dtype: str, kind: str) -> Any:
     return {
         name: x.astype(dtype) if x.ndim < 3 else quantize_matrix(x, kind)  # norms have one number a channel
         for name, x in layers.items()
+        if name not in EXACT
     }
 
 
@@ -146,8 +153,9 @@ def prepare_for_sampling(params: Any, config: ModelConfig, weights: Precision = 
     """
     layers = params["layers"]
     if weights != "compute":
-        layers = _quantize(layers, config.dtype, weights)
-    elif any(leaf.dtype != jnp.dtype(config.dtype) for leaf in jax.tree.leaves(layers)):
+        exact = {name: x for name, x in layers.items() if name in EXACT}
+        layers = _quantize(layers, config.dtype, weights) | exact
+    elif any(x.dtype != jnp.dtype(config.dtype) for name, x in layers.items() if name not in EXACT):
         layers = _cast(layers, config.dtype)
     head = params.get("head")
     if head is None or head.dtype != jnp.dtype(config.logits_dtype):
@@ -192,9 +200,17 @@ def init_state(
 
 
 def _run_layers(
-    weights: SamplingWeights, config: ModelConfig, tokens: Array, positions: Array, pages: PageAttention
-) -> tuple[Array, Any]:
-    """(hidden [B, T, D], the cache with the keys and values of these tokens)."""
+    weights: SamplingWeights,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    pages: PageAttention,
+    live: Array,
+) -> tuple[Array, Any, Array | None]:
+    """(hidden [B, T, D], the cache with the keys and values of these tokens, their experts i16[B, T, layers, K]).
+
+    `live` bool[B, T]: what is computed of other tokens is not used.
+    """
     rope = rope_tables(config, positions)
 
     def body(carry, layer):
@@ -205,14 +221,16 @@ def _run_layers(
             attended, after, new = pages.attend(q, k, v, index, carried)
             return attended, (after, new)
 
-        x, (carried, new) = decoder_layer(weights_of_layer, config, x, rope, attend, weight_product)
-        return (x, carried), new
+        x, (carried, new), routed = decoder_layer(
+            weights_of_layer, config, x, rope, attend, weight_product, live=live
+        )
+        return (x, carried), (new, None if routed is None else routed.ids.astype(jnp.int16))
 
     x = embed({"embed": weights.embed}, config, tokens)
-    (x, carried), new = jax.lax.scan(
+    (x, carried), (new, ids) = jax.lax.scan(
         body, (x, pages.carried), (weights.layers, jnp.arange(config.num_layers))
     )
-    return x, pages.written(carried, new)
+    return x, pages.written(carried, new), None if ids is None else jnp.moveaxis(ids, 0, 2)
 
 
 def next_logits(weights: SamplingWeights, config: ModelConfig, x: Array) -> Array:
@@ -243,7 +261,7 @@ def prefill(
     table,
     targets=None,
     top: int = 0,
-) -> tuple[PagedCache | RaggedCache, TargetScores | None]:
+) -> tuple[PagedCache | RaggedCache, TargetScores | None, Array | None]:
     """Computes one chunk of several prompts and writes its keys and values to their pages.
 
     Args:
@@ -255,14 +273,16 @@ def prefill(
       top: static; also list the so many likeliest tokens in the place of each target.
 
     Returns:
-      The cache, and the scores of the targets, or None.
+      The cache; the scores of the targets, or None; the experts of each token, i16[R, C, layers, K], or None of a dense
+      model.
     """
     C = tokens.shape[1]
     positions = starts[:, None] + jnp.arange(C)
     pages = prefill_step(cache, table, starts, lengths, C)
-    x, cache = _run_layers(weights, config, tokens, positions, pages)
+    live = jnp.arange(C) < lengths[:, None]
+    x, cache, routing = _run_layers(weights, config, tokens, positions, pages, live)
     if targets is None:
-        return cache, None
+        return cache, None, routing
 
     def score(row):  # one prompt's logits at a time
         x, target = row
@@ -278,7 +298,7 @@ def prefill(
             listed.astype(jnp.float32),
         )
 
-    return cache, jax.lax.map(score, (x, targets))
+    return cache, jax.lax.map(score, (x, targets)), routing
 
 
 def insert(
@@ -337,7 +357,7 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 @functools.partial(
     jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top", "support"), donate_argnames="cache"
 )
-def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top, support):
+def _generate(weights, config, cache, rows, tables, least, tiles, *, steps, truncate, raw, top, support):
     slots = rows["token"].shape[0]
     table, limit, floor, rule = rows["table"], rows["limit"], rows["floor"], rows["rule"]
 
@@ -346,8 +366,10 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
 
     def step(carry):
         t, cache, token, position, active, out = carry
-        pages = decode_step(cache, table, position, active)
-        x, cache = _run_layers(weights, config, token[:, None], position[:, None], pages)
+        pages = decode_step(cache, table, position, active, tiles)
+        x, cache, routing = _run_layers(
+            weights, config, token[:, None], position[:, None], pages, active[:, None]
+        )
         forbidden = None
         if tables.suppressed is not None:
             forbidden = forbidden_tokens(of_rows(tables.suppressed), of_rows(tables.stop), position, floor)
@@ -370,6 +392,8 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
             new |= {"top_ids": drawn.top_ids, "top_logprobs": drawn.top_logprob}
         if support:
             new |= {"support_ids": drawn.support_ids, "support_cut": drawn.support_cut}
+        if routing is not None:
+            new["routing_ids"] = routing[:, 0]
         out = jax.tree.map(lambda all_steps, one: all_steps.at[t].set(one), out, new)
         token = jnp.where(active, drawn.token, token)
         position = jnp.where(active, position + 1, position)
@@ -389,6 +413,9 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
     if support:
         out["support_ids"] = jnp.zeros((steps, slots, support), jnp.int32)
         out["support_cut"] = jnp.zeros((steps, slots), bool)
+    if config.num_experts:
+        chosen = (config.num_layers, config.experts_per_token)
+        out["routing_ids"] = jnp.zeros((steps, slots, *chosen), jnp.int16)
     start = (jnp.int32(0), cache, rows["token"], rows["position"], rows["active"], out)
     ran, cache, token, position, active, out = jax.lax.while_loop(
         lambda carry: (carry[0] < steps) & (jnp.sum(carry[4]) >= least), step, start
@@ -410,29 +437,31 @@ def launch(
     state: DecodeState,
     *,
     tables: Tables,
+    tiles: Tiles | None = None,
     steps: int = 8,
     least: int = 1,
     truncate: bool = False,
     raw: bool = False,
     top: int = 0,
     support: int = 0,
-    device: jax.Device | None = None,
+    device: jax.Device | jax.sharding.Sharding | None = None,
 ) -> Dispatch:
     """Starts one dispatch, up to `steps` tokens of every live row, and does not wait. `state.cache` is donated.
 
     Args:
       tables: what rows may sample and what ends them.
+      tiles: which rows read the pages that they begin with together; None: none. Changes no bit, see `sharing`.
       steps: most decode steps.
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
       truncate, raw, top, support: see `sampling.draw`; `support` only with `truncate`.
-      device: where the weights and the pages are, if they are bound to one.
+      device: where the weights and the pages are: a device, or a copy on each of several.
     """
     rows = {
         name: getattr(state, name)
         for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
-    arguments = jax.device_put((rows, tables, np.int32(max(1, least))), device)
+    arguments = place((rows, tables, np.int32(max(1, least)), tiles), device)
     return Dispatch(
         *_generate(
             weights,
@@ -450,7 +479,7 @@ def launch(
 
 def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, ResultTokens]:
     """Waits for a dispatch: the state after it and what it sampled."""
-    (token, position, active), (out, ran) = jax.device_get((dispatch.carried, dispatch.results))
+    (token, position, active), (out, ran) = read((dispatch.carried, dispatch.results))
     state = dataclasses.replace(state, cache=dispatch.cache, token=token, position=position, active=active)
     return state, ResultTokens(
         tokens=out["tokens"],
@@ -460,6 +489,7 @@ def collect(state: DecodeState, dispatch: Dispatch) -> tuple[DecodeState, Result
         top_logprobs=out.get("top_logprobs"),
         support_ids=out.get("support_ids"),
         support_cut=out.get("support_cut"),
+        routing_ids=out.get("routing_ids"),
         valid=out["valid"],
         steps=int(ran),
     )

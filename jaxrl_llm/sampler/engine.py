@@ -21,8 +21,10 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.ops.quantize import Precision
+from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import AttentionPath, attention_path, page_sharding
 from jaxrl_llm.sampler.base import (
@@ -33,10 +35,11 @@ from jaxrl_llm.sampler.base import (
     as_prompts,
     is_integer,
 )
-from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
+from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, PagedCache, Tiles, pages_for
 from jaxrl_llm.sampler.rules import Rule, RuleTable
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
 from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
+from jaxrl_llm.sampler.sharing import plan_tiles, same_bits, unused_tiles
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
@@ -94,6 +97,7 @@ class _Request:
     top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     support_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     support_cut: list[bool] = dataclasses.field(default_factory=list)
+    routing: list[np.ndarray] = dataclasses.field(default_factory=list)  # i16[layers, K] of each token fed
     versions: list[int] = dataclasses.field(default_factory=list)
     kv_versions: list[int] = dataclasses.field(default_factory=list)
     prompt_scores: PromptScores | None = None  # from its first start on, if asked for
@@ -193,7 +197,7 @@ class Engine:
                 )
             ]
         )
-        self.config = config
+        self.config = on_mesh(config, mesh)
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
         self.version = 0
@@ -209,6 +213,7 @@ class Engine:
         self._mesh = mesh
         self._device = device
         self._prefill_on = prefill_on
+        self._where: Any = device  # what the host gives to the programs: a device, a sharding, or None
         self._rules = RuleTable(config.vocab_size, tuple(config.eos_ids), tokenizer)
         self._width = table_width or pages_for(self.max_context, page_size)
         self._allocator = PageAllocator(pages)
@@ -225,7 +230,13 @@ class Engine:
         self._state: Any = None  # DecodeState, likewise
         self._prefill_weights: Any = None
         self._prefill_cache: Any = None  # PagedCache of `prefill_on`, the same pages by the same numbers
+        # Of each place of each page the experts that its token was sent through, as the page holds its keys and values.
+        self._routing: np.ndarray | None = None
+        if config.num_experts:
+            chosen = (config.num_layers, config.experts_per_token)
+            self._routing = np.full((pages, page_size, *chosen), -1, np.int16)
         self._arrived: list[int] = []  # pages that prefill has written since `_move_over`
+        self._tiled = False  # a dispatch has read pages in tiles
         self._pending: tuple[list[Row], decode.Dispatch, float] | None = None
         self._rows: dict[int, Row] = {}
         self._next_id = 0
@@ -287,7 +298,7 @@ class Engine:
         """
         if self._pending is not None:
             raise RuntimeError("sampler: weights are swapped between steps, not between begin and finish.")
-        here = self._put(weights) if self._device else weights
+        here = jax.device_put(weights, self._device) if self._device else weights
         there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
         state = prefill_cache = None
         if self._weights is None:
@@ -302,7 +313,7 @@ class Engine:
             )
             home = _home(self.config, here, self._mesh)
             if home is not None:
-                state = dataclasses.replace(state, cache=jax.device_put(state.cache, home))
+                state = dataclasses.replace(state, cache=place(state.cache, home))
             if self._prefill_on is not None:
                 prefill_cache = jax.device_put(state.cache, self._prefill_on)
         return Staged(here, version, fingerprint, there, state, prefill_cache)
@@ -310,6 +321,7 @@ class Engine:
     def commit(self, staged: Staged, *, pages: Pages) -> None:
         """Serves staged weights from the next dispatch on; nothing can be refused any more."""
         self._weights, self._prefill_weights = staged.weights, staged.prefill_weights
+        self._where = self._device or everywhere(self._weights)
         self.version, self.fingerprint = staged.version, staged.fingerprint or None
         if staged.state is not None:
             self._state, self._prefill_cache = staged.state, staged.prefill_cache
@@ -412,6 +424,7 @@ class Engine:
             (request.top_logprobs, done.top_logprobs),
             (request.support_ids, done.support_ids),
             (request.support_cut, done.support_cut),
+            (request.routing, done.routing_ids),
         ):
             if theirs is not None:
                 mine += theirs.tolist() if theirs.ndim == 1 else list(theirs)
@@ -586,6 +599,8 @@ class Engine:
                 if self._reuse_generated and reason is not StopReason.ERROR and self._current(row):
                     sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens[:-1], np.int32)])
                     self._scheduler.keep(row, sequence)
+                    if self._routing is not None:
+                        self._write_routing(row.pages, 0, np.stack(row.request.routing))
                 self._state = decode.free_resource(self._state, self._scheduler.finish(row))
             events.append(self._event(row, before, reason))
         return events
@@ -646,21 +661,23 @@ class Engine:
         arguments = (tokens, starts, lengths, table, targets if scored else None)
         top = self._listed(wanted)
         if self._prefill_on is None:
-            cache, scores = decode.prefill(
+            cache, scores, routing = decode.prefill(
                 self._weights, self.config, self._state.cache, *self._put(arguments), top=top
             )
             self._state = dataclasses.replace(self._state, cache=cache)
         else:
-            self._prefill_cache, scores = decode.prefill(
+            self._prefill_cache, scores, routing = decode.prefill(
                 self._prefill_weights,
                 self.config,
                 self._prefill_cache,
                 *jax.device_put(arguments, self._prefill_on),
                 top=top,
             )
-        found = None if scores is None else jax.device_get(scores)
+        found, routing = read((scores, routing))
         for r, (_, done, pages, owner) in enumerate(jobs):
             S = self._page_size
+            if routing is not None:
+                self._write_routing(pages, done, routing[r, : lengths[r]])
             if self._prefill_on is not None:
                 self._arrived += pages[done // S : pages_for(done + int(lengths[r]), S)]
             if isinstance(owner, Row):
@@ -669,6 +686,24 @@ class Engine:
                 if found is not None and owner.scored:
                     owner.scores.append(decode.TargetScores(*(x[r, : lengths[r]] for x in found)))
                 self._scheduler.filled(owner, int(lengths[r]))
+
+    def _write_routing(self, pages: list[int], start: int, ids: np.ndarray) -> None:
+        """Notes the experts i16[C, layers, K] of the tokens start … of a sequence with these pages."""
+        assert self._routing is not None
+        places = start + np.arange(len(ids))
+        self._routing[np.asarray(pages, int)[places // self._page_size], places % self._page_size] = ids
+
+    def _read_routing(self, row: Row, start: int) -> np.ndarray:
+        """The experts of the tokens start … of a row that starts: those of its prompt, which it has not met yet."""
+        assert self._routing is not None
+        ids = np.full((row.position - start, *self._routing.shape[2:]), -1, np.int16)
+        pages = row.prefix.pages
+        if pages is not None and not row.tokens:
+            places = np.arange(start, row.position)
+            ids[:] = self._routing[
+                np.asarray(pages, int)[places // self._page_size], places % self._page_size
+            ]
+        return ids
 
     def _start(self) -> int:
         """Puts rows that have all that they continue from into their slots; says how many."""
@@ -688,6 +723,8 @@ class Engine:
             row.saved = None
             if request.sampling.prompt_logprobs and request.prompt_scores is None:
                 request.prompt_scores = _prompt_scores(row.prefix)
+            if self._routing is not None and len(request.routing) < row.position:
+                request.routing += list(self._read_routing(row, len(request.routing)))
             copy = self._scheduler.start(row)
             if copy is not None:
                 copies.append(copy)
@@ -741,7 +778,7 @@ class Engine:
     def _store(self, pages: list[int]) -> Any:
         ids = np.full(self._width, NOBODY, np.int32)
         ids[: len(pages)] = pages
-        stored = jax.device_get(decode.store_pages(self._state.cache, self._put(ids)))
+        stored = read(decode.store_pages(self._state.cache, self._put(ids)))
         return jax.tree.map(lambda x: x[:, : len(pages)].copy(), stored)
 
     def _load(self, row: Row) -> None:
@@ -768,28 +805,45 @@ class Engine:
             floors=any(s.min_tokens for s in samplings),
             rules={row.request.rule.index for row in running},
         )
+        tiles = self._tiles()
         began = time.perf_counter()
         dispatch = decode.launch(
             self._weights,
             self.config,
             self._state,
             tables=tables,
+            tiles=tiles,
             steps=self._steps,
             least=len(running) if self._scheduler.queued else 1,
             truncate=any(s.truncated_support for s in samplings),
             raw=any(s.raw_logprobs for s in samplings),
             support=max(s.support_width(self.config.vocab_size) for s in samplings),
             top=self._listed(wanted),
-            device=self._device,
+            device=self._where,
         )
         return running, dispatch, began
+
+    def _tiles(self) -> Tiles | None:
+        """What the rows of the next dispatch read together, if that is faster and changes no bit."""
+        state = self._state
+        if not isinstance(state.cache, PagedCache) or len(state.cache.k.devices()) > 1:
+            return None
+        plan = plan_tiles(state.table, state.position, state.active, self._page_size)
+        if plan is not None:
+            (device,) = state.cache.k.devices()
+            if same_bits(self.config, state.slots, self._page_size, self._precision[1], device):
+                self._tiled = True
+                self.stats.shared_reads += 1
+                return plan
+        # A program without tiles would be another one to compile.
+        return unused_tiles(state.slots, self._width) if self._tiled else None
 
     def _listed(self, wanted: int) -> int:
         """Length of the lists of likeliest tokens that a program makes: one of a few, so that few are compiled."""
         return min(next((n for n in _TOP_SIZES if n >= wanted), wanted), self.config.vocab_size)
 
     def _put(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._device)
+        return place(tree, self._where)
 
     def _current(self, row: Row) -> bool:
         """Whether all K/V of a row are of the weights that are served now."""
@@ -809,6 +863,8 @@ class Engine:
             if not valid[t]:
                 raise RuntimeError("sampler: a row ended on the device for no reason that the host knows.")
             token, logprob = tokens[t], logprobs[t]
+            if result.routing_ids is not None:
+                request.routing.append(result.routing_ids[t, slot])
             if not np.isfinite(logprob):
                 return StopReason.ERROR
             row.tokens.append(token)
@@ -860,6 +916,11 @@ class Engine:
         self._let_go(row)
         return completion
 
+    def _all_routing(self, request: _Request) -> np.ndarray | None:
+        if self._routing is None:
+            return None
+        return np.array(request.routing, np.int16).reshape(-1, *self._routing.shape[2:])
+
     def _completion(self, row: Row, stop: StopReason, *, decoded: bool = True) -> Completion:
         request = row.request
         sampling, N = request.sampling, len(row.tokens)
@@ -893,6 +954,7 @@ class Engine:
             top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
             support_ids=support,
             support_cut=np.array(request.support_cut, bool) if width else None,
+            routing_ids=self._all_routing(request),
             prompt_logprobs=None if scores is None else scores.logprobs,
             prompt_ranks=None if scores is None else scores.ranks,
             prompt_top_ids=None if scores is None else scores.top_ids,
@@ -1000,13 +1062,12 @@ def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> 
     """Where the pages live: on the mesh, that of the weights if none is given, else on the one device of the weights."""
     if mesh is not None:
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    spread = everywhere(weights)
+    if spread is not None:
+        return page_sharding(config, spread.mesh)
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.
-    if len(shardings) == 1:
-        return shardings.pop()
-    meshes = {getattr(sharding, "mesh", None) for sharding in shardings}
-    over = meshes.pop() if len(meshes) == 1 else None
-    return page_sharding(config, over) if isinstance(over, jax.sharding.Mesh) else None
+    return shardings.pop() if len(shardings) == 1 else None
 
 
 def attention_of(

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +32,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.base import SamplingParams, is_integer
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
+from jaxrl_llm.sampler.prefix_cache import PrefixCache, page_names
 from jaxrl_llm.sampler.rules import Tables
 from jaxrl_llm.sampler.sampling import RowSampling, row_key
 
@@ -289,10 +288,8 @@ class PagedEngine:
             state = dataclasses.replace(state, cache=jax.device_put(state.cache, homes.pop()))
         self._state = state
         self._allocator = PageAllocator(pages)
-        self._known: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # full pages by their tokens and all before; oldest first
-        self._known_swaps = self.box.current.swaps  # the weights that computed them
+        self._prefixes = PrefixCache(self._allocator)
+        self._prefixes_swaps = self.box.current.swaps  # the weights that computed them
         self._rows: list[_Row | None] = [None] * self._slots
         self._occupied, self._freed = [0] * self._slots, [0] * self._slots
 
@@ -522,7 +519,7 @@ class PagedEngine:
     def forget_prefixes(self) -> None:
         """Gives back the pages that are kept for prompts to come."""
         with self._exclusive():
-            self._forget()
+            self._prefixes.clear()
 
     @property
     def pages_used(self) -> int:
@@ -532,7 +529,7 @@ class PagedEngine:
     @property
     def pages_kept(self) -> int:
         """Pages that are kept for prompts to come; given away when a row needs one."""
-        return len(self._known)
+        return len(self._prefixes)
 
     def warm_up(self) -> None:
         """Compiles the programs, so that the first request does not wait for it."""
@@ -573,28 +570,22 @@ class PagedEngine:
             return prefix
         if request is not None and request.cancelled:
             return prefix
-        S, names = self._page_size, self._names(tokens[: prefix.filled])
+        S, names = self._page_size, page_names(tokens[: prefix.filled], self._page_size)
         with self._exclusive():
             self._notice(served)
-            current = served.swaps == self._known_swaps
-            found = list(itertools.takewhile(lambda name: current and name in self._known, names))
-            for name in reversed(found):  # the beginning of a prompt is given away last
-                self._known.move_to_end(name)
-            pages = [self._known[name] for name in found]
-            self._allocator.retain(pages)
+            current = served.swaps == self._prefixes_swaps
+            found = self._prefixes.find(names if current else [], multiple=self._chunk // S)
+            self._allocator.retain(found)
             covered = prefix.filled + self._contract.first_at_prefill
-            pages += self._allocate(pages_for(covered, S) - len(found))
+            pages = found + self._allocate(pages_for(covered, S) - len(found))
         for start in range(len(found) * S, prefix.filled, self._chunk):
             with self._exclusive():
                 self._compute_chunk(
                     served, tokens[start : min(start + self._chunk, prefix.filled)], start, pages
                 )
         with self._exclusive():
-            if served.swaps == self._known_swaps:
-                for index in reversed(range(len(found), len(names))):
-                    if names[index] not in self._known:
-                        self._known[names[index]] = pages[index]
-                        self._allocator.retain([pages[index]])
+            if served.swaps == self._prefixes_swaps:
+                self._prefixes.add(names, pages[: len(names)])
             prefix.pages = pages
             if self._contract.first_at_prefill:
                 self._sample_first(prefix, samples)
@@ -615,27 +606,14 @@ class PagedEngine:
             return tokens, request, f"the prompt has more than {self.longest_prompt} tokens."
         return tokens, request, self.problem(tokens)
 
-    def _names(self, tokens: np.ndarray) -> list[bytes]:
-        """The name of each full page: a hash of its tokens and of all before them."""
-        S, digest, names = self._page_size, hashlib.blake2b(digest_size=16), []
-        for start in range(0, len(tokens) // S * S, S):
-            digest.update(tokens[start : start + S].astype("<i4").tobytes())
-            names.append(digest.digest())
-        return names
-
     def _notice(self, served: Served) -> None:
         """Pages of other weights are not reused."""
-        if served.swaps > self._known_swaps:
-            self._forget()
-            self._known_swaps = served.swaps
-
-    def _forget(self) -> None:
-        self._allocator.release(list(self._known.values()))
-        self._known.clear()
+        if served.swaps > self._prefixes_swaps:
+            self._prefixes.clear()
+            self._prefixes_swaps = served.swaps
 
     def _allocate(self, count: int) -> list[int]:
-        while self._allocator.free < count and self._known:
-            self._allocator.release([self._known.popitem(last=False)[1]])
+        self._prefixes.evict(count - self._allocator.free)
         if self._allocator.free < count:
             raise RuntimeError(
                 f"jetstream engine: no page is free; more than {_AHEAD} prefixes wait to be inserted. Insert or release them."
@@ -664,7 +642,7 @@ class PagedEngine:
         arguments = jax.device_put(
             (chunk, np.array([start], np.int32), np.array([len(tokens)], np.int32), table)
         )
-        cache, _ = decode.prefill(served.weights, self.config, self._state.cache, *arguments)
+        cache, *_ = decode.prefill(served.weights, self.config, self._state.cache, *arguments)
         self._state = dataclasses.replace(self._state, cache=cache)
 
     def _limits(self, prefix: Prefix) -> tuple[int, int]:

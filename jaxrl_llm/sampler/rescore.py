@@ -34,6 +34,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, rope_tables
+from jaxrl_llm.parallel.host import read
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.base import Completion, SamplingParams
 from jaxrl_llm.sampler.paged_cache import NOBODY, PagedCache, decode_attention, init_cache, pages_for
@@ -263,7 +264,7 @@ class ExactScorer:
             cache = init_cache(self.config, prefilled, S)
         fills = [(np.frombuffer(prefix, np.int32), 0, pages) for prefix, pages in pages_of.items()]
         for arguments in _prefill_calls(fills, *self._prefill_shape, width=W):
-            cache, _ = decode.prefill(weights, self.config, cache, *jax.device_put(arguments))
+            cache, *_ = decode.prefill(weights, self.config, cache, *jax.device_put(arguments))
         run = functools.partial(self._run, weights, wave, pages_of, rules, min_tokens, cache)
         if self._rows is None and sum(len(s.tokens) for s in wave) >= ENOUGH * self.slots:
             self._rows, values = self._compare(run, sum(len(s.tokens) for s in wave))
@@ -292,8 +293,9 @@ class ExactScorer:
         values, hidden = _rescore(
             weights, self.config, cache, *jax.device_put((layout, rules, np.int32(pages_for(items, rows))))
         )
-        flat = np.asarray(values).reshape(-1)
-        hidden = np.asarray(hidden).reshape(layout.token.size, -1)[:items]
+        values, hidden = read((values, hidden))
+        flat = values.reshape(-1)
+        hidden = hidden.reshape(layout.token.size, -1)[:items]
         return [flat[place] for place in places], hidden
 
     def _lay_out(self, wave, pages_of, min_tokens, rows, prefilled) -> tuple[_Layout, list[np.ndarray]]:
@@ -467,7 +469,7 @@ def _rescore(
                 return attended, (k, v)
 
             # As in decoding, keys and values are results too: where they exist in memory they are rounded.
-            out = decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)
+            out = decoder_layer(matrices, config, rows_of(x, g), rows_of(rope, g), attend)[:2]
             return jax.lax.optimization_barrier(out)[0]
 
         return _over_groups(groups, hidden, x), None

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.snapshots.digest import dtype_of, is_key
 
 __all__ = [
@@ -78,7 +79,7 @@ def finish(value: Any, leaf: Any) -> Any:
         if is_key(leaf):
             return value
         if not isinstance(value, jax.Array):
-            return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+            return place(value.astype(leaf.dtype), leaf.sharding)
         return value if value.dtype == leaf.dtype else value.astype(leaf.dtype)
     if isinstance(leaf, np.ndarray):
         return np.asarray(value, leaf.dtype)

@@ -36,6 +36,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import InputError, SnapshotError
+from jaxrl_llm.parallel.agree import is_first, on_first, several, together
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
     as_key,
@@ -106,20 +107,17 @@ class SnapshotStore:
                     "or the run folder itself."
                 )
         else:
-            _probe(self.directory)
+            together(lambda: _probe(self.directory))
+            _check_shared(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=None, create=not read_only, read_only=read_only, save_root_metadata=False
             ),
-            # Compression saves a tenth of the space of float arrays and doubles the processor time.
-            item_handlers={
-                "params": ocp.PyTreeCheckpointHandler(use_compression=False),
-                "rest": ocp.PyTreeCheckpointHandler(use_compression=False),
-                "meta": ocp.JsonCheckpointHandler(),
-                "manifest": ocp.JsonCheckpointHandler(),
-            },
+            item_handlers=_handlers(),
         )
+        # Orbax's processes wait for each other after reading, also for one that failed. Ours read each alone, and agree.
+        self._reader = _reader(self.directory) if several() else self._manager
 
     # ------------------------------------------------------------------------------------- saving
 
@@ -155,7 +153,7 @@ class SnapshotStore:
                     "folder, or resume from the newest snapshot."
                 )
             self._delete(version)
-        self._check_room(leaves)
+        on_first(lambda: self._check_room(leaves))
         manifest: dict[str, Any] = {
             "format": _FORMAT,
             "version": version,
@@ -212,6 +210,8 @@ class SnapshotStore:
             self.wait()
         finally:
             self._manager.close()
+            if self._reader is not self._manager:
+                self._reader.close()
 
     def __enter__(self) -> SnapshotStore:
         return self
@@ -233,9 +233,18 @@ class SnapshotStore:
     # ------------------------------------------------------------------------------------ reading
 
     def versions(self) -> list[int]:
-        """Versions that are completely on disk, ascending. Their contents are checked when restored."""
+        """Versions that are completely on disk, ascending. Their contents are checked when restored.
+
+        Of several processes all get what the first one sees, and all must ask.
+        """
+        found = self._versions_here()  # each looks before the first can go on and change what is there
+        return on_first(lambda: found)
+
+    def _versions_here(self) -> list[int]:
         if self._saving is None:
             self._manager.reload()
+            if self._reader is not self._manager:
+                self._reader.reload()
         return sorted({int(step) for step in self._manager.all_steps()} - {self._unfinished()})
 
     def latest(self) -> int | None:
@@ -244,7 +253,7 @@ class SnapshotStore:
 
     def meta(self, version: int | None = None) -> dict[str, Any]:
         """The JSON of one snapshot (default: the newest that can be read)."""
-        return self._first_usable(version, lambda v: (self._read_meta(v, self._read_manifest(v)), None))[0]
+        return self._first_usable(version, lambda v: together(lambda: self._read_texts(v)))[1]
 
     def restore(self, version: int | None = None, *, like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a snapshot onto the structure, shardings, dtypes and host types of `like`.
@@ -265,8 +274,7 @@ class SnapshotStore:
         structure = jax.tree.structure(like)
 
         def read(found: int) -> tuple[Any, dict[str, Any]]:
-            manifest = self._read_manifest(found)
-            meta = self._read_meta(found, manifest)
+            manifest, meta = together(lambda: self._read_texts(found))
             self._check_fit(found, manifest, wanted)
             leaves = self._read_leaves(found, manifest, wanted)
             return jax.tree.unflatten(structure, [leaves[name] for name in wanted]), meta
@@ -283,8 +291,7 @@ class SnapshotStore:
         """
 
         def read(found: int) -> tuple[Any, dict[str, Any]]:
-            manifest = self._read_manifest(found)
-            meta = self._read_meta(found, manifest)
+            manifest, meta = together(lambda: self._read_texts(found))
             saved = {k: v for k, v in manifest["leaves"].items() if k.startswith(_PARAMS)}
             if not saved:
                 raise InputError(
@@ -316,7 +323,7 @@ class SnapshotStore:
                 f"There is no snapshot {version} in {self.directory}. There: "
                 f"{', '.join(map(str, found)) or 'none'}."
             )
-        if version is None:
+        if version is None and is_first():
             self._name_unfinished(max(found, default=-1))
         reasons = []
         for candidate in [version] if version is not None else reversed(found):
@@ -330,7 +337,7 @@ class SnapshotStore:
                     return result
                 gc.collect()  # what the failed read left behind complains when it is freed: free it here
             self._damaged.add(candidate)
-            if version is None:
+            if version is None and is_first():
                 earlier = [other for other in found if other < candidate]
                 then = f"using {max(earlier)} instead" if earlier else "and none is older"
                 warnings.warn(
@@ -357,9 +364,14 @@ class SnapshotStore:
                     stacklevel=4,
                 )
 
+    def _read_texts(self, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(manifest, meta)."""
+        manifest = self._read_manifest(version)
+        return manifest, self._read_meta(version, manifest)
+
     def _read_json(self, version: int, item: str) -> Any:
         try:
-            return self._manager.restore(version, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[
+            return self._reader.restore(version, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[
                 item
             ]
         # Whatever is wrong with the files (missing, empty, not JSON, not UTF-8) means one thing.
@@ -427,18 +439,9 @@ class SnapshotStore:
         }
         found: dict[str, Any] = {}
         if items:
-            try:
-                with jax.transfer_guard("allow"):
-                    restored = self._manager.restore(version, args=ocp.args.Composite(**items))
-                for name in items:
-                    found.update(restored[name])
-            except MemoryError:
-                raise
-            # Orbax and TensorStore raise many types for damaged files, bare Exception among them.
-            except Exception as error:
-                if "RESOURCE_EXHAUSTED" in str(error) and "lloc" in str(error):  # device memory, not damage
-                    raise
-                raise _DamagedError(f"an array cannot be read: {_short(error)}") from error
+            restored = together(lambda: self._read_arrays(version, items))
+            for name in items:
+                found.update(restored[name])
         for name, target in targets.items():
             if name not in full:
                 found[name] = np.zeros(target.shape, target.dtype)
@@ -451,8 +454,20 @@ class SnapshotStore:
             )
         return {name: finish(keyed[name], leaf) for name, leaf in wanted.items()}
 
+    def _read_arrays(self, version: int, items: Mapping[str, Any]) -> Any:
+        try:
+            with jax.transfer_guard("allow"):
+                return self._reader.restore(version, args=ocp.args.Composite(**items))
+        except MemoryError:
+            raise
+        # Orbax and TensorStore raise many types for damaged files, bare Exception among them.
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error) and "lloc" in str(error):  # device memory, not damage
+                raise
+            raise _DamagedError(f"an array cannot be read: {_short(error)}") from error
+
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
-        need = sum(stored_bytes(leaf) for leaf in leaves.values()) // jax.process_count()
+        need = sum(stored_bytes(leaf) for leaf in leaves.values())
         free = shutil.disk_usage(self.directory).free
         if need > free:
             raise SnapshotError(
@@ -472,7 +487,9 @@ class SnapshotStore:
         )
 
     def _good(self) -> str:
-        newest = self.latest()
+        newest = max(
+            self._versions_here(), default=None
+        )  # the other processes may have nothing to complain about
         return "No snapshot was saved before." if newest is None else f"Snapshot {newest} is intact."
 
     def _metric(self, version: int) -> float | None:
@@ -486,7 +503,7 @@ class SnapshotStore:
 
     def _retain(self) -> None:
         for path in self.directory.glob(f"*{_TEMPORARY}*"):  # nothing is being saved now: left by a crash
-            if jax.process_index() == 0:
+            if is_first():
                 shutil.rmtree(path, ignore_errors=True)
         versions = self.versions()
         good = [version for version in versions if version not in self._damaged]
@@ -543,6 +560,55 @@ def _probe(directory: pathlib.Path) -> None:
             f"Snapshots cannot be written to {directory}: {error.strerror or error}. Give another run folder "
             "with --run, or make this one writable."
         ) from error
+
+
+def _check_shared(directory: pathlib.Path) -> None:
+    """Raises InputError unless every process of the run sees the same folder."""
+    if not several():
+        return
+    written = on_first(lambda: tempfile.mkstemp(dir=directory, prefix=".shared-")[1])
+
+    def look() -> None:
+        if not os.path.exists(written):
+            raise InputError(
+                f"Process {jax.process_index()} does not see in {directory} what process 0 wrote there. Several processes need a "
+                "run folder that all of them share: a network file system, or a mounted bucket."
+            )
+
+    try:
+        together(look)
+    finally:
+        if is_first():
+            os.unlink(written)
+
+
+def _handlers(**options: Any) -> dict[str, Any]:
+    # Compression saves a tenth of the space of float arrays and doubles the processor time.
+    return {
+        "params": ocp.PyTreeCheckpointHandler(use_compression=False, **options),
+        "rest": ocp.PyTreeCheckpointHandler(use_compression=False, **options),
+        "meta": ocp.JsonCheckpointHandler(**options),
+        "manifest": ocp.JsonCheckpointHandler(**options),
+    }
+
+
+def _reader(directory: pathlib.Path) -> ocp.CheckpointManager:
+    """Reads a folder without waiting for other processes."""
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"reader-{index}"
+    )
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=None,
+            create=False,
+            read_only=True,
+            save_root_metadata=False,
+            multiprocessing_options=alone,
+        ),
+        item_handlers=_handlers(multiprocessing_options=alone),
+    )
 
 
 def _json_copy(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ DIFFERENTIABLE = (
     "value",
     "topk_logprob",
     "divergence",
+    "router_probs",
     "log_ratio",
     "policy",
     "weight",

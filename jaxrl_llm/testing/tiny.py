@@ -39,7 +39,7 @@ def tiny_policy_params(seed: int = 0) -> Array:
 
 
 def tiny_policy(params: Array, batch: TokenBatch) -> PolicyOutput:
-    """A bigram policy: log-probs, entropies, values and KL to a teacher at the batch's tokens. Differentiable in `params`.
+    """A bigram policy: log-probs, entropies, values, routers and KL to a teacher at the batch's tokens. Differentiable.
 
     Depends on the token before only, hence right for padded and packed rows alike.
     """
@@ -53,6 +53,11 @@ def tiny_policy(params: Array, batch: TokenBatch) -> PolicyOutput:
         value=params[before, 0],
         divergence=forward_kl(logprobs, teacher)[before],
     )
+    routers = jax.nn.softmax(params[:, :10].reshape(VOCABULARY, 2, 5), axis=-1)[
+        before
+    ]  # 2 layers of 5 experts
+    chosen = jax.nn.one_hot(jax.lax.top_k(routers, 2)[1], 5, dtype=routers.dtype)
+    output = output.replace(router_probs=routers, router_choice=jnp.mean(chosen, axis=-2))
     if batch.topk_ids is None:
         return output
     return output.replace(topk_logprob=logprobs[before[..., None], batch.topk_ids])

@@ -3,7 +3,7 @@
 Read `base` first. One module a kind of stage; each stage's docstring has its equation and its source.
 """
 
-from jaxrl_llm.transforms.adaptive import adaptive_entropy, adaptive_kl
+from jaxrl_llm.transforms.adaptive import adaptive_entropy, adaptive_kl, balance_experts
 from jaxrl_llm.transforms.advantage import (
     given_advantage,
     group_advantage,
@@ -114,6 +114,7 @@ __all__ = [
     "adaptive_kl",
     "agent_baseline_advantage",
     "approximate_proximal",
+    "balance_experts",
     "chain",
     "check_complete",
     "cispo_surrogate",

@@ -1,7 +1,7 @@
-"""Penalties whose coefficient follows a measured figure: a controller in the stage's state.
+"""Penalties that follow a measured figure, which the stage's state holds.
 
-The coefficient moves once an optimiser update, in `update`, from the exact mean over the whole batch; it is constant
-within an update, so that micro-batches agree.
+It moves once an optimiser update, in `update`, from the exact mean over the whole batch; it is constant within an
+update, so that micro-batches agree.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from jaxrl_llm.transforms.normalize import own_norm
 from jaxrl_llm.transforms.penalty import check_kl, kl_of, kl_reads, own_count
 from jaxrl_llm.types import LossState, Mean, TokenBatch
 
-__all__ = ["adaptive_entropy", "adaptive_kl"]
+__all__ = ["EXPERT_LOAD", "adaptive_entropy", "adaptive_kl", "balance_experts"]
 
 Array = jax.Array
 State = dict[str, Array]
+
+EXPERT_LOAD = (
+    "expert_load"  # of a state: f32[layers, experts]; [0, 0] until `learner.init_state` knows the model
+)
 
 
 def _controlled(
@@ -130,5 +134,42 @@ def adaptive_entropy(
             "coef": jnp.where(known, moved, state["coef"]),
             "acts": jnp.where(known, acts, state["acts"]),
         }
+
+    return _controlled(name, normalize, init, value, update)
+
+
+@stage(reads=lambda a: ("loss.router_probs", "loss.router_choice", *own_count(a)), writes=("loss.penalties",))
+def balance_experts(coef: float = 0.001, normalize: LossTransform | None = None, *, name: str):
+    """coef · E · Σ_i f_i p_i of each token, averaged over layers: p its router's probabilities, f the loads of the experts.
+
+    The auxiliary loss of Switch Transformers (arXiv 2101.03961, eq. 4) for k experts of a token: f_i is the share of the
+    (token, expert) pairs that expert i had. It is 1 · coef where loads are even, and more where the router prefers what is
+    busy. Others take f from the same batch, which no micro-batch knows; here it is that of the counted tokens of the last
+    update (even in the first one, which then has no gradient). f is detached. coef: 0.001 is Qwen3-MoE's.
+    State: {"expert_load": f32[layers, experts]}. Of a model with experts only.
+    """
+    checks.number("balance_experts", "coef", coef, low=0.0)
+    key = f"load_of_{name}"
+
+    def init() -> State:
+        return {EXPERT_LOAD: jnp.zeros((0, 0), jnp.float32)}
+
+    def value(loss, batch, state):
+        probs, choice = require(name, loss, "router_probs"), require(name, loss, "router_choice")
+        layers, experts = probs.shape[2:]
+        load = state[EXPERT_LOAD]
+        if not load.size:
+            load = jnp.zeros((layers, experts), load.dtype)
+        known = jnp.sum(load, axis=-1, keepdims=True) > 0
+        load = jax.lax.stop_gradient(jnp.where(known, load, 1.0 / experts))
+        penalty = coef * experts * jnp.einsum("btle,le->bt", probs, load.astype(probs.dtype)) / layers
+        counted = loss.mask.astype(probs.dtype)
+        mean = Mean(jnp.einsum("btle,bt->le", choice, counted), jnp.sum(counted))
+        return loss.replace(metrics={**loss.metrics, key: mean}), penalty
+
+    def update(state: State, metrics: Mapping[str, Mean]) -> State:
+        load, known = metrics[key].value, metrics[key].count > 0
+        before = state[EXPERT_LOAD] if state[EXPERT_LOAD].size else jnp.zeros_like(load)
+        return {EXPERT_LOAD: jnp.where(known, load, before).astype(state[EXPERT_LOAD].dtype)}
 
     return _controlled(name, normalize, init, value, update)

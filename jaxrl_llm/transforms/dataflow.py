@@ -30,7 +30,7 @@ ON_DEMAND = frozenset(
     batch.bootstrap_value batch.rewards batch.baseline_reward batch.agent batch.reference_point
     batch.support_ids batch.topk_ids batch.topk_logprob_behavior batch.topk_logprob_proximal
     batch.topk_logprob_teacher batch.routing_ids loss.entropy loss.value loss.topk_logprob loss.divergence
-    loss.router_probs""".split()
+    loss.router_probs loss.router_choice""".split()
 )
 
 PRODUCED = ("batch.advantage", "batch.returns", "batch.norm", "batch.count", "loss.log_ratio", "loss.policy")
@@ -64,6 +64,9 @@ HOW_TO_FILL = {
     "train loop does so with a teacher in the config), or set batch.replace(topk_ids=..., topk_logprob_teacher=...).",
     "divergence": "Ask the forward pass for it: ops.logprobs.policy_output(..., teacher=TeacherHead(...)), or evaluate "
     "with PolicyOutput(logprob=..., divergence=...).",
+    "router_probs": "Ask the forward pass of a model with experts for it: ops.logprobs.policy_output(..., "
+    "router_probs=True), or evaluate with PolicyOutput(logprob=..., router_probs=..., router_choice=...).",
+    "router_choice": "It comes with router_probs.",
     "topk_logprob_behavior": "Record it while sampling (SamplingParams(top_logprobs=K); the train loop does so) and set "
     'batch.replace(topk_ids=..., topk_logprob_behavior=...), or take the lists of the proximal policy: anchor="proximal".',
 }

@@ -45,6 +45,9 @@ def start_loss(output: PolicyOutput, batch: TokenBatch) -> LossState:
         router_probs=None
         if output.router_probs is None
         else keep(mask[..., None, None], at_least_f32(output.router_probs)),
+        router_choice=None
+        if output.router_choice is None
+        else jax.lax.stop_gradient(keep(mask[..., None, None], at_least_f32(output.router_choice))),
         weight=weight,
         mask=mask if batch.counted is None else mask & batch.counted,
     )

@@ -27,7 +27,9 @@ def sampled(prompts):
     for prompt in prompts:
         tokens = (np.arange(40) * 7 + len(prompt.tokens)).astype(np.int32) % 128
         out.append(
-            types.SimpleNamespace(prompt=prompt, tokens=tokens, logprobs=expected(tokens), support_ids=None)
+            types.SimpleNamespace(
+                prompt=prompt, tokens=tokens, logprobs=expected(tokens), support_ids=None, routing_ids=None
+            )
         )
     return out
 

@@ -7,13 +7,17 @@ import json
 import os
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.formats.llama import SUPPORTED
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.ops.logprobs import token_logprobs
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.rules import param_shardings
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 FOLDER = pathlib.Path(os.environ.get("JAXRL_GOLDEN_DIR") or DATA / "golden_tiny")
@@ -42,6 +46,20 @@ def test_golden_tiny_values(folder, logits):
     np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4)
     last = logits(model.params, model.config, tokens)[:, -1]
     np.testing.assert_allclose(last, expected["last_logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("expert", [2, 8])
+@pytest.mark.parametrize("folder", [p for p in SUPPORTED_FOLDERS if "moe" in p.name], ids=lambda p: p.name)
+def test_golden_tiny_values_with_experts_spread_over_devices(folder, expert):
+    expected = json.loads((folder / "expected.json").read_text())
+    model = load_model(folder)
+    mesh = make_mesh(expert=expert, tensor=8 // expert)
+    params = jax.device_put(model.params, param_shardings(model.config, mesh))
+    rows = np.repeat(np.asarray(expected["ids"]), 8, axis=0)  # so that they divide over the devices
+    split = ("expert",) if expert == 8 else ()
+    found = np.asarray(token_logprobs(params, on_mesh(model.config, mesh, split), rows))
+    wanted = np.repeat(np.asarray(expected["token_logprob"], float), 8, axis=0)
+    np.testing.assert_allclose(found[:, 1:], wanted[:, 1:], atol=1e-4)
 
 
 @pytest.mark.parametrize("folder", REFUSED_FOLDERS, ids=lambda p: p.name)

@@ -16,12 +16,13 @@ from jaxrl_llm.parallel.transfer import transfer
 from jaxrl_llm.recipes import grpo
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 1)])
-def test_mesh_has_the_three_axes_under_automatic_placement(sizes):
-    mesh = make_mesh(*sizes)
-    assert tuple(mesh.shape.values()) == sizes and mesh.axis_names == ("data", "fsdp", "tensor")
-    assert mesh.axis_types == (AxisType.Auto,) * 3
-    assert batch_shards(mesh) == sizes[0] * sizes[1]
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 1, 2), (1, 4, 1, 1), (2, 1, 2, 2)])
+def test_mesh_has_the_four_axes_under_automatic_placement(sizes):
+    data, fsdp, expert, tensor = sizes
+    mesh = make_mesh(data, fsdp, tensor, expert=expert)
+    assert tuple(mesh.shape.values()) == sizes and mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert batch_shards(mesh) == data * fsdp * expert
 
 
 def test_mesh_of_given_devices():
@@ -46,8 +47,10 @@ def test_impossible_meshes_are_refused(arguments, message):
 def test_rules_are_strict():
     assert partition_spec(("layers", "embed", "mlp")) == PartitionSpec(None, "fsdp", "tensor")
     assert partition_spec((None,)) == PartitionSpec(None)
-    with pytest.raises(ValueError, match="no rule for the logical axis 'experts'.*Known: embed, heads"):
-        partition_spec(("experts", "embed"))
+    with pytest.raises(
+        ValueError, match="no rule for the logical axis 'expert'.*Known: embed, experts, heads"
+    ):
+        partition_spec(("expert", "embed"))
     with pytest.raises(
         ValueError, match=r"'tensor' would split two.*\('heads', 'mlp'\).*P.*\('tensor', 'tensor'"
     ):
@@ -64,8 +67,8 @@ def test_a_dimension_that_does_not_divide_is_named():
 
 
 def test_a_rule_for_an_axis_that_the_mesh_lacks_is_named():
-    with pytest.raises(ValueError, match="'expert', which is not an axis of the mesh"):
-        param_shardings(TINY, make_mesh(), {**DEFAULT_RULES, "mlp": "expert"})
+    with pytest.raises(ValueError, match="'model', which is not an axis of the mesh"):
+        param_shardings(TINY, make_mesh(), {**DEFAULT_RULES, "mlp": "model"})
 
 
 def test_moments_lie_where_their_parameters_lie():

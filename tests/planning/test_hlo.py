@@ -86,7 +86,9 @@ def sharded():
 
     rows = NamedSharding(mesh, P(("data", "fsdp")))
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
-    w = jax.ShapeDtypeStruct((5, 32, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp", "tensor")))
+    w = jax.ShapeDtypeStruct(
+        (5, 32, 32), jnp.float32, sharding=NamedSharding(mesh, P(None, "fsdp", "tensor"))
+    )
     return dict(mesh.shape), text_of(f, x, w)
 
 

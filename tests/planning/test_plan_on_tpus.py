@@ -41,7 +41,9 @@ if HAS_LIBTPU:
         if decode:
             # All products of a decode step: 2 FLOPs for each parameter and row, on the chips together at least.
             steps = config.sampler.steps_per_dispatch
-            least = steps * 2 * 0.9 * (plan.shape.num_parameters - plan.shape.vocab_size * plan.shape.hidden_size)
+            least = (
+                steps * 2 * 0.9 * (plan.shape.num_parameters - plan.shape.vocab_size * plan.shape.hidden_size)
+            )
             assert decode[0].cost.flops * decode[0].chips >= least * config.sampler.slots
 
     @pytest.mark.slow

@@ -75,6 +75,15 @@ def test_r02_the_last_box_wins(text, gold, expected):
         (r"<think>a</think> hm <THINK> \boxed{42}", 0.0),
         ("\u0130</Think> " + r"\boxed{42}", 1.0),  # a letter that is two when it is small
         (r"\boxed{42}", 1.0),  # a model that does not think is graded all the same
+        (r"<thinking>\boxed{42}", 0.0),  # what other models write
+        (r"<think >\boxed{42}", 0.0),
+        (r"[THINK]\boxed{42}", 0.0),
+        ("\u25c1think\u25b7" + r"\boxed{42}", 0.0),
+        (r"<seed:think>\boxed{42}", 0.0),
+        (r"<reasoning>\boxed{42}</reasoning>", 0.0),
+        (r"[THINK]\boxed{41}[/THINK]\boxed{42}", 1.0),
+        (r"<think>\boxed{41}</think >\boxed{42}", 1.0),
+        (r"I think \boxed{42}", 1.0),
     ],
 )
 def test_r04_only_text_after_the_thinking_counts(text, expected):

@@ -334,7 +334,7 @@ def after_swap(prompt, before, count):
     tokens, table = np.zeros((1, 16), np.int32), np.array([pages], np.int32)
     tokens[0, : len(prompt) - 1] = prompt[:-1]
     where = (np.array([0], np.int32), np.array([len(prompt) - 1], np.int32), table)
-    cache, _ = decode.prefill(old, TINY, state.cache, tokens, *where)
+    cache, *_ = decode.prefill(old, TINY, state.cache, tokens, *where)
     state = decode.insert(
         state.replace(cache=cache),
         2,

@@ -246,9 +246,11 @@ def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, s
         tensors = _stored(folder, files)
         if config.tie_embeddings:
             _check_tied_head(str(folder), tensors)
-        if config.num_layers > len(tensors):  # before a name is made for each tensor of each layer
+        named = config.num_layers * max(1, config.num_experts)
+        if named > len(tensors):  # before a name is made for each tensor of each layer
+            experts = f" and num_experts={config.num_experts}" if config.num_experts else ""
             raise InputError(
-                f"{folder}: the config says num_hidden_layers={config.num_layers}, and the files hold {len(tensors)} "
+                f"{folder}: the config says num_hidden_layers={config.num_layers}{experts}, and the files hold {len(tensors)} "
                 "tensors altogether. They do not belong together, or one of them is damaged."
             )
         slots = tensor_slots(config)

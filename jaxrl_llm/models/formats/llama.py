@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.errors import InputError
@@ -26,12 +26,14 @@ SUPPORTED = {  # model_type -> architecture
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 EMBED_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers of old exports, a function of the config: not loaded
 
 _DEFAULT_HEAD_DIM = {"qwen3": 128}  # others: hidden_size / num_attention_heads
+_SPARSE = "qwen3_moe"
 
 _LAYER = {  # leaf of the tree: (name in the file, stored as W in W @ x and so transposed)
     "attn_norm": ("input_layernorm.weight", False),
@@ -48,6 +50,12 @@ _LAYER = {  # leaf of the tree: (name in the file, stored as W in W @ x and so t
     "gate": ("mlp.gate_proj.weight", True),
     "up": ("mlp.up_proj.weight", True),
     "down": ("mlp.down_proj.weight", True),
+    "router": ("mlp.gate.weight", True),
+}
+_EXPERT = {  # leaf of the tree, of which each expert has a part
+    "expert_gate": "gate_proj.weight",
+    "expert_up": "up_proj.weight",
+    "expert_down": "down_proj.weight",
 }
 
 
@@ -67,6 +75,9 @@ def tensor_slots(config: ModelConfig) -> dict[str, Slot]:
         for leaf, (name, transpose) in _LAYER.items():
             if leaf in leaves:
                 slots[f"model.layers.{i}.{name}"] = Slot(("layers", leaf), (i,), transpose)
+        for e in range(config.num_experts):
+            for leaf, name in _EXPERT.items():
+                slots[f"model.layers.{i}.mlp.experts.{e}.{name}"] = Slot(("layers", leaf), (i, e), True)
     slots["model.norm.weight"] = Slot(("final_norm",), (), False)
     if not config.tie_embeddings:
         slots[HEAD_NAME] = Slot(("head",), (), True)
@@ -107,6 +118,30 @@ def _architecture(raw: Mapping[str, Any], where: str) -> None:
         )
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1, 1.0):
         raise _refuse(where, f"partial_rotary_factor={raw['partial_rotary_factor']!r}", "1.0")
+
+
+def _experts(raw: Mapping[str, Any], size: Callable[..., int], where: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say what the experts are. Every layer must have them: one stack is scanned."""
+    if raw["model_type"] != _SPARSE:
+        return {}
+    count = size("num_experts", raw.get("num_local_experts"))  # newer exports have the second name
+    chosen = size("num_experts_per_tok")
+    if chosen > count:
+        raise InputError(f"{where}: num_experts_per_tok={chosen} is more than num_experts={count}.")
+    if raw.get("mlp_only_layers"):
+        raise _refuse(where, f"mlp_only_layers={raw['mlp_only_layers']!r}", "[] (experts in every layer)")
+    if size("decoder_sparse_step", 1) != 1:
+        step = raw["decoder_sparse_step"]
+        raise _refuse(where, f"decoder_sparse_step={step!r}", "1 (experts in every layer)")
+    normalized = raw.get("norm_topk_prob", False)
+    if not isinstance(normalized, bool):
+        raise InputError(f"{where}: norm_topk_prob must be true or false, got {normalized!r}.")
+    return {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_size": size("moe_intermediate_size"),
+        "normalize_gates": normalized,
+    }
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
@@ -210,7 +245,8 @@ def config_from_hf(
         pad_id=pad[0] if pad else None,
         dtype=dtype,
         attention_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", _SPARSE),
+        **_experts(raw, size, where),
     )
 
 
@@ -254,6 +290,16 @@ def config_to_hf(config: ModelConfig, *, bos_id: int | None = None) -> tuple[dic
         "use_cache": True,
         "vocab_size": config.vocab_size,
     }
+    if config.num_experts:
+        raw |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": config.expert_size,
+            "norm_topk_prob": config.normalize_gates,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "output_router_logits": False,
+        }
     if config.family != "qwen2":  # whose q, k and v always have biases
         raw["attention_bias"] = False
     if config.family == "llama":
