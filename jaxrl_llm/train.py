@@ -47,6 +47,7 @@ from jaxrl_llm.assembly import (
     configured_model,
     configured_teacher,
     held_out_items,
+    in_sampler_order,
     prompt_room,
     sampler_devices,
     sampling_params,
@@ -558,7 +559,9 @@ class Run(BaseRun):
             check_fleet(config, workers)
         on_first(lambda: prepare_folder(folder, config, resume=resume))
         transport = None if workers is None else open_transport(config, workers)
-        model = configured_model(config)
+        model = in_sampler_order(
+            config, configured_model(config), packed=config.learner.row_tokens is not None
+        )
         check_memory(
             config,
             model.config,
@@ -737,7 +740,7 @@ class Run(BaseRun):
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
-        config = self.config
+        config, blocks = self.config, self.model_config.key_blocks
         wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
         if self.stream is not None:
             trajectories, metrics = self.streamed(self.stream, on_progress)
@@ -754,6 +757,8 @@ class Run(BaseRun):
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
             row_tokens=config.learner.row_tokens,
+            start_multiple=1 if blocks is None else 2,
+            vocab_size=self.model_config.vocab_size,
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,
