@@ -47,6 +47,7 @@ from jaxrl_llm.assembly import (
     configured_model,
     configured_teacher,
     held_out_items,
+    in_sampler_order,
     prompt_room,
     sampler_devices,
     sampling_params,
@@ -382,9 +383,7 @@ class BaseRun(abc.ABC):
         config, version = self.config, self.version
         begin = time.perf_counter()
         self.hand_over(version)
-        if (
-            self.mesh is not None and several()
-        ):  # what is taken from it, here and there, is then an array of all of them
+        if self.mesh is not None and several():  # what is made of it is then an array of all processes, too
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -415,7 +414,7 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
-                if not updates and self.version % CHECK_EVERY == 0:
+                if not updates and version % CHECK_EVERY == 0:
                     self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
@@ -560,7 +559,9 @@ class Run(BaseRun):
             check_fleet(config, workers)
         on_first(lambda: prepare_folder(folder, config, resume=resume))
         transport = None if workers is None else open_transport(config, workers)
-        model = configured_model(config)
+        model = in_sampler_order(
+            config, configured_model(config), packed=config.learner.row_tokens is not None
+        )
         check_memory(
             config,
             model.config,
@@ -739,7 +740,7 @@ class Run(BaseRun):
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
-        config = self.config
+        config, blocks = self.config, self.model_config.key_blocks
         wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
         if self.stream is not None:
             trajectories, metrics = self.streamed(self.stream, on_progress)
@@ -756,6 +757,8 @@ class Run(BaseRun):
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
             row_tokens=config.learner.row_tokens,
+            start_multiple=1 if blocks is None else 2,
+            vocab_size=self.model_config.vocab_size,
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,

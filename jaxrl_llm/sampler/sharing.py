@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.ops.quantize import Precision
-from jaxrl_llm.sampler.paged_cache import PagedCache, Tiles, decode_sums, init_cache, write_pages
+from jaxrl_llm.ops.quantize import Precision, quantize
+from jaxrl_llm.sampler.paged_cache import PagedCache, Tiles, decode_sums
 
 __all__ = ["TILE", "plan_tiles", "same_bits", "unused_tiles"]
 
@@ -126,7 +126,7 @@ def _filled(tiles: list[tuple[int, int, int]], live: np.ndarray, table: np.ndarr
         out.pages.reshape(-1)[number] = count
         out.place[members] = number * G + np.arange(len(members))
         out.skip[members] = count
-    return out.replace(used=np.int32(-(-len(tiles) // C)))
+    return dataclasses.replace(out, used=np.int32(-(-len(tiles) // C)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -135,7 +135,7 @@ def same_bits(
 ) -> bool:
     """Whether a row gets the same bits in a tile and by itself, in the shapes of these rows and pages.
 
-    Computes one layer both ways: which order a product adds in depends on its shape and not on its numbers.
+    Computes the attention of a layer both ways: which order a product adds in depends on its shape and not on its numbers.
     """
     if slots < TILE:
         return False
@@ -159,16 +159,17 @@ def same_bits(
     pages = 1 + 2 * groups + slots
     stored = normal(1, pages, N, page_size, K), normal(1, pages, N, page_size, K)
     numbers = jax.device_put((stored, q, k, v, table, lengths, tiles), device)
-    return bool(_compare(config, kv, *numbers))
+    return bool(jax.device_get(_compare(kv, *numbers)))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kv"))
-def _compare(config: ModelConfig, kv: Precision, stored, q, k, v, table, lengths, tiles: Tiles) -> jax.Array:
-    one = dataclasses.replace(config, num_layers=1)
-    _, P, _, S, _ = stored[0].shape
-    cache = PagedCache(k=stored[0], v=stored[1])
+@functools.partial(jax.jit, static_argnames="kv")
+def _compare(kv: Precision, stored, q, k, v, table, lengths, tiles: Tiles) -> jax.Array:
+    k_pages, v_pages = stored
+    S = k_pages.shape[3]
+    cache = PagedCache(k=k_pages, v=v_pages)
     if kv != "compute":
-        cache = write_pages(init_cache(one, P, S, kv), *stored, jnp.arange(P, dtype=jnp.int32))
+        keys, values = quantize(k_pages, kv), quantize(v_pages, kv)
+        cache = PagedCache(k=keys.values, v=values.values, k_scale=keys.scale, v_scale=values.scale)
     blocks = -(-lengths // S)
     layer = jnp.int32(0)
     alone = decode_sums(q, k, v, cache, layer, table, lengths, jnp.max(blocks))

@@ -172,19 +172,26 @@ def updated(sizes, micro_batch_rows=None):
 
 def same(found, expected):
     for name, value in expected[1].items():
+        if name == "expert_exchange":  # which is what a mesh adds
+            continue
         assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert expected[1]["grad_norm"] > 0
     np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], expected[0])
 
 
+@pytest.mark.slow
 def test_micro_batches_change_no_number():
     same(updated(None, 2), updated(None))
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), pytest.param((1, 1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), (1, 1, 2, 4)])
 def test_a_mesh_changes_no_number(sizes):
     same(updated(sizes), updated(None))
+    # Each token goes to the 3 other ranks as f32 with 2 experts and gates, and comes back as f32; in 2 layers.
+    moved = 2 * 3 * 8 * 16 * (4 * D + 2 * 8 + 4 * D) * sizes[2]
+    assert updated(sizes)[1]["expert_exchange"] == moved
 
 
 # ------------------------------------------------------------------------------------------ the sampler
@@ -303,19 +310,17 @@ def test_balancing_evens_out_the_loads_and_needs_experts():
     objective = jrl.chain(recipes.grpo(), jrl.balance_experts(1.0))
     with pytest.raises(ValueError, match="the model has no experts"):
         make_update_step(objective, TINY, optax.sgd(0.1))
-    optimizer = optax.sgd(1.0)
+    optimizer = optax.sgd(0.05)
     copies = jax.tree.map(lambda x: x.copy(), params())
-    # Of the router, so that it begins with a preference for the first two experts.
-    copies["layers"]["router"] = copies["layers"]["router"].at[..., :2].add(0.05)
     state = init_state(copies, optimizer, objective, key=jax.random.key(1))
     prepared, objective_state = make_prepare(objective)(batch(), state.objective_state)
     state = dataclasses.replace(state, objective_state=objective_state)
     step = make_update_step(objective, TINY_MOE, optimizer, remat=False)
     loads = []
-    for _ in range(24):
+    for _ in range(30):
         state, metrics = step(state, prepared)
         loads.append(float(metrics["expert_load_max"].value))
-    assert loads[-1] < 0.8 * loads[0], loads
+    assert loads[-1] < 0.7 * loads[0], loads
     assert float(metrics["penalty_balance_experts"].value) >= 0.99
 
 
