@@ -17,12 +17,12 @@ from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.config import TINY, TINY_MOE
-from jaxrl_llm.models.experts import expert_mlp
+from jaxrl_llm.models.experts import expert_mlp, on_mesh
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
-from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.mesh import BATCH_AXES, make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.types import Prompt, TokenBatch
@@ -252,6 +252,32 @@ def test_what_is_sampled_and_recorded_does_not_depend_on_slots_neighbours_or_pre
         assert sampler.stats.completions == 2 * len(asked)
         preempted += sampler.stats.preemptions
     assert preempted
+
+
+@pytest.mark.slow
+def test_with_room_for_all_tokens_an_all_to_all_gives_the_same_numbers():
+    mesh = make_mesh(fsdp=2, expert=4)
+    layer, h = one_layer(), hidden(8, 8)
+    weights = jax.random.normal(jax.random.key(2), h.shape)
+
+    def measured(config):
+        def total(layer, h):
+            y, routed = expert_mlp(layer, config, h)
+            return jnp.sum(y * weights), (y, routed.dropped)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(layer, h)
+
+    roomy = on_mesh(dataclasses.replace(TINY_MOE, expert_capacity=E / K), mesh, BATCH_AXES)
+    (_, (y, dropped)), grads = measured(roomy)
+    (_, (expected, _)), expected_grads = measured(TINY_MOE)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), grads, expected_grads)
+    assert np.all(dropped == 0)
+    tight = on_mesh(dataclasses.replace(TINY_MOE, expert_capacity=0.5), mesh, BATCH_AXES)
+    (_, (y, dropped)), _ = measured(tight)
+    kept = np.asarray(dropped) == 0
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_allclose(np.asarray(y)[kept], np.asarray(expected)[kept], atol=1e-5)
 
 
 @pytest.mark.slow
