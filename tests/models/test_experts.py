@@ -12,6 +12,7 @@ import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm import recipes
+from jaxrl_llm.diagnostics.parity import certify, show_certificate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.learner.state import init_state
@@ -347,3 +348,20 @@ def test_balancing_evens_out_the_loads_and_needs_experts():
         state, metrics = step(state, prepared)
         loads.append(float(metrics["expert_load_max"].value))
     assert loads[-1] < 0.7 * loads[0], loads
+
+
+@pytest.mark.slow
+def test_the_certificate_says_what_the_gap_would_be_without_replay():
+    config = dataclasses.replace(TINY_MOE, dtype="bfloat16")
+    probes = [dataclasses.replace(p, uid=f"parity/{i}") for i, p in enumerate(prompts())]
+    certificate = certify(
+        lambda asked: Sampler(config, slots=8, page_size=8, pages=64).generate(params(), asked, SAMPLING),
+        make_score(config),
+        probes,
+        params=params(),
+        config=config,
+        temperature=1.0,
+    )
+    assert certificate.passed, certificate.reasons
+    assert certificate.unreplayed_mean_gap >= certificate.mean_gap > 0
+    assert "own experts" in show_certificate(certificate)
