@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.config import Config, ScheduleSettings
 from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, certify, probe_prompts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
 from jaxrl_llm.parallel.host import place
@@ -41,9 +41,11 @@ __all__ = [
     "check_teacher_source",
     "configured_model",
     "held_out_items",
+    "in_sampler_order",
     "configured_teacher",
     "prompt_room",
     "replica_devices",
+    "sampler_devices",
     "sampling_params",
     "schedule_of",
     "teacher_config",
@@ -84,6 +86,33 @@ def configured_model(config: Config) -> Model:
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
     return dataclasses.replace(model, config=changed)
+
+
+_ENOUGH_FOR_A_PRODUCT = 16  # tokens of a page, from which on a sum over them comes about as over a whole row
+_BLOCKS = {True: 4, False: 32}  # most that are worth their time, in packed rows and where a row is a sequence
+
+
+def in_sampler_order(config: Config, model: Model, *, packed: bool) -> Model:
+    """The model whose learner adds up keys in the order of the sampler, where that gives the sampler's log-probs.
+
+    That is in bfloat16 on a CPU, whose products of weights give a token the same bits in any batch. In float32 they
+    do not, and last bits of float32 are far below anything that training sees.
+
+    Args:
+      packed: the learner's rows may hold several sequences.
+    """
+    s = config.sampler
+    blocks = pages_for(config.model.max_context, s.page_size)
+    if (
+        jax.default_backend() != "cpu"
+        or config.model.dtype != "bfloat16"
+        or (s.weights, s.kv) != ("compute", "compute")
+        or s.page_size < _ENOUGH_FOR_A_PRODUCT
+        or blocks > _BLOCKS[packed]
+    ):
+        return model
+    order = KeyBlocks(s.page_size, blocks if packed else None)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, key_blocks=order))
 
 
 def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | None) -> Teacher | None:
@@ -240,6 +269,7 @@ def certify_policy(
     *,
     probes: int,
     exact: Callable[[Any, Sequence[Completion], SamplingParams], Sequence[np.ndarray]] | None = None,
+    sampled_from: Any = None,
     limits: ParityLimits | None = None,
     mesh: jax.sharding.Mesh | None = None,
     version: int = 0,
@@ -252,6 +282,7 @@ def certify_policy(
       sampling: max_tokens, n and temperature of a probe.
       probes: prompts, at most 8.
       exact: of `sampler.rescore.ExactScorer.completions`; None = exact scoring is not compared.
+      sampled_from: the same params where the sampler computes; None: `params`.
       limits: None: those of the compute dtype.
       mesh: of the learner.
       version: of the policy.
@@ -268,7 +299,9 @@ def certify_policy(
     )
     model = sampler.config
     return certify(
-        lambda prompts: sampler.generate(params, prompts, sampling, version=version),
+        lambda prompts: sampler.generate(
+            params if sampled_from is None else sampled_from, prompts, sampling, version=version
+        ),
         score,
         probe_prompts(tokenizer, count=probes, longest=config.model.max_context - new),
         params=params,
@@ -391,7 +424,7 @@ def schedule_of(config: Config) -> Schedule | None:
       InputError: settings that exclude each other.
     """
     s, r = config.schedule, config.rollout
-    if s == ScheduleSettings():
+    if s == ScheduleSettings() and not config.mesh.sampler:
         return None
     if s.max_age == 0 and s.swap != "keep":
         raise InputError(
@@ -404,6 +437,7 @@ def schedule_of(config: Config) -> Schedule | None:
         max_age=s.max_age,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
+        ahead=bool(config.mesh.sampler and s.max_age),
     )
 
 
@@ -416,3 +450,26 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
         return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
+
+
+def sampler_devices(config: Config) -> list[jax.Device]:
+    """The devices that only sample, those after the learner's; none: the learner's sample, too.
+
+    Raises:
+      InputError: there are not that many, or they belong to several processes.
+    """
+    m = config.mesh
+    if not m.sampler:
+        return []
+    devices, learner = jax.devices(), m.data * m.fsdp * m.tensor
+    if jax.process_count() > 1:
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices that only sample need a run of one process, and this one has "
+            f"{jax.process_count()}. Leave mesh.sampler out."
+        )
+    if learner + m.sampler > len(devices):
+        raise InputError(
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
+            f"{learner + m.sampler}, and there are {len(devices)}. Lower one of them."
+        )
+    return devices[learner : learner + m.sampler]

@@ -41,6 +41,11 @@ class Train:
     """Run folder; default: runs/NAME-OF-CONFIG, numbered if it exists."""
     resume: bool = False
     """Go on from the newest snapshot of the run folder."""
+    workers: int = 0
+    """Processes that sample while this one trains, as Ray actors (extra [ray]), on this machine or on the cluster that
+    RAY_ADDRESS names; 0: this process samples. Their number changes no figure of the run."""
+    worker_resources: str = "CPU=1"
+    """With --workers: what Ray reserves for each, for example TPU=4,CPU=8."""
     overrides: _Overrides = ()
     """Override a setting, for example --set optimizer.learning_rate=1e-6; may be repeated."""
 
@@ -356,6 +361,28 @@ class Simulate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """Compiles every program of a run for a TPU topology and says whether it fits, and what limits it. Needs no TPU.
+
+    The extra [tpu] brings the compiler. Sequences are taken to be as long as the config allows."""
+
+    config: tyro.conf.Positional[str]
+    """YAML file; its mesh must take all chips of the topology."""
+    topology: str
+    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4."""
+    slices: int = 1
+    """So many of the topology, with the slower network between them; mesh.data crosses it."""
+    programs: tuple[str, ...] = ()
+    """Only these of update, score, teacher, values, critic, prefill, decode and transfer."""
+    search: bool = False
+    """First try meshes, rows of a micro-batch and numbers of pages, and propose the best."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set mesh.fsdp=16; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Jetstream:
     """Serves a model, or a snapshot of a run, with JetStream's gRPC server (extra [jetstream]) until Ctrl-C.
 
@@ -388,6 +415,7 @@ _Command = (
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[ReplaySpan, tyro.conf.subcommand("replay")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Objectives, tyro.conf.subcommand("objectives")]
@@ -471,6 +499,8 @@ def _run(command: Any) -> int:
             return _serve(command)
         case Simulate():
             return _simulate(command)
+        case Plan():
+            return _plan(command)
         case Report():
             from jaxrl_llm.diagnostics.report import write_report
 
@@ -517,9 +547,17 @@ def _train(args: Train) -> int:
 
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
+    from jaxrl_llm.fleet.workers import Workers
     from jaxrl_llm.train import train
 
-    return train(config, run, resume=args.resume, overrides=args.overrides, invocation=args.config)
+    return train(
+        config,
+        run,
+        resume=args.resume,
+        overrides=args.overrides,
+        invocation=args.config,
+        workers=Workers(args.workers, args.worker_resources) if args.workers else None,
+    )
 
 
 def _replay(args: ReplaySpan) -> int:
@@ -785,6 +823,29 @@ def _simulate(args: Simulate) -> int:
         print(json.dumps(found.as_data()))
     else:
         print(found.as_text() + ("" if plot is None else f"\n\nPlot: {plot}"))
+    return 0
+
+
+def _plan(args: Plan) -> int:
+    """Exit code 0: planned, whether or not it fits."""
+    from jaxrl_llm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from jaxrl_llm.planning.plan import make_plan
+    from jaxrl_llm.planning.search import search
+    from jaxrl_llm.planning.table import plan_text, search_text
+
+    def progress(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    with _stdout_to_stderr(args.json):
+        if args.search:
+            found = search(config, args.topology, args.slices, progress=progress)
+            text, data = search_text(found), found.as_data()
+        else:
+            plan = make_plan(config, args.topology, args.slices, only=args.programs, progress=progress)
+            text, data = plan_text(plan), plan.as_data()
+    print(json.dumps(data) if args.json else text)
     return 0
 
 

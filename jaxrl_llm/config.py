@@ -210,7 +210,6 @@ class TrustRegionSettings:
     max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
     damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
     cg_iterations: Positive = 10  # of the conjugate gradient
-    backtracks: Positive = 10  # step lengths that are tried
 
 
 @_section
@@ -233,6 +232,10 @@ class MeshSettings:
     data: Positive = 1  # replicas of the batch axis
     fsdp: Positive = 1  # shards of parameters and batch
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
+    # Devices that only sample, beside the data x fsdp x tensor of the learner: each holds a copy of the weights and
+    # sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
+    # step before it learns. 0: the learner's devices sample, too.
+    sampler: Natural = 0
 
 
 @_section
@@ -305,9 +308,11 @@ def _construct_float(loader: _Loader, node: yaml.ScalarNode) -> Any:
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
-    loader.flatten_mapping(node)
     seen: dict[Any, int] = {}
-    for key_node, _ in node.value:
+    for key_node, value_node in node.value:
+        if key_node.tag == "tag:yaml.org,2002:merge":  # <<: the mapping's own keys override those it brings
+            loader.construct_object(value_node, deep=True)
+            continue
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if not isinstance(key, (str, int, float, bool)):
@@ -317,6 +322,7 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict:
                 f"line {line}: key {key!r} was already given in line {seen[key]}; keep one of them."
             )
         seen[key] = line
+    loader.flatten_mapping(node)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
@@ -469,8 +475,9 @@ def _matches(path: str) -> list[str]:
         anywhere: dict[str, list[str]] = {name: list(paths) for name, paths in SYNONYMS.items()}
         for p in known:
             anywhere.setdefault(p.rsplit(".", 1)[-1], []).append(p)
-        for names in (siblings, anywhere):
-            if found := [p for name in nearest(last, names, n=2) for p in names[name]]:
+        # Beside it first, unless a name elsewhere is much more like it: learning_rte is not learner.
+        for names, likeness in ((siblings, 0.8), (anywhere, 0.6), (siblings, 0.6)):
+            if found := [p for name in nearest(last, names, n=2, cutoff=likeness) for p in names[name]]:
                 break
     # Sections are misnamed too: of several places, the one that the section is near to.
     section = [p for p in (_matches(parent) if parent and parent not in known else [parent]) if p]

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.agree import on_first
 from jaxrl_llm.sampler.paged_cache import pages_for
 
 __all__ = [
@@ -226,7 +227,8 @@ def refuse_too_large(phases: Sequence[Sequence[Part]], available: int | None = N
     Args:
       available: bytes that are free; default: what this machine says. Where it does not say, nothing is refused.
     """
-    free = available_memory() if available is None else available
+    # What is free differs a little between processes, and all must refuse, or none.
+    free = on_first(available_memory) if available is None else available
     parts = max(phases, key=lambda phase: sum(part.bytes for part in phase))
     needed = sum(part.bytes for part in parts)
     if free is None or needed <= free:
@@ -252,11 +254,14 @@ def _bytes(number: float) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes that are free: of all local accelerators, else of the machine and of the container that this runs in."""
+    """Bytes that are free: of all accelerators of the run, else of the machine and of the container that this runs in.
+
+    Those of other processes are taken to be as free as the local ones.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     limits = [int(s.get("bytes_limit", 0)) - int(s.get("bytes_in_use", 0)) for s in stats]
     if any("bytes_limit" in s for s in stats):
-        return sum(limits)
+        return sum(limits) * jax.process_count()
     known = [free for free in (_machine(), _container()) if free is not None]
     return min(known, default=None)
 

@@ -7,6 +7,7 @@ own, and every figure that no clock or memory decides must come out equal.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import as_data, load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet.workers import Workers
 from jaxrl_llm.snapshots.store import SnapshotStore
 from jaxrl_llm.train import Run, session
 
 __all__ = ["Difference", "Replay", "last_version", "replay"]
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "ledger.jsonl")
-_CLOCKED = ("time/", "memory/")
+_CLOCKED = ("time/", "memory/", "fleet/")  # what happened to workers changes nothing else
 
 
 class Difference(NamedTuple):
@@ -91,7 +93,10 @@ def replay(
         if start:
             _copy_start(folder, copy, start)
         barriers = {version - 1 for version, row in rows.items() if row.get("rollout/barrier")}
-        code = session(Run, config, copy, resume=bool(start), until=end, barriers=barriers)
+        # A fleet of any size samples the same as one worker in this process.
+        fleet = any("fleet/workers" in row for row in rows.values())
+        make_run = functools.partial(Run, workers=Workers.in_process()) if fleet else Run
+        code = session(make_run, config, copy, resume=bool(start), until=end, barriers=barriers)
         if code:
             raise InputError("replay: it was stopped before its end; start it again.")
         difference = _compare(folder, copy, start, end)

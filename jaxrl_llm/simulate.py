@@ -1,8 +1,9 @@
 """A discrete-event model of sampler fleet and learner under the schedule of `rollout.stream`; no wall clock.
 
 The fleet is one engine of `slots` rows that decode in lockstep; between two ends of rows nothing can change, so the
-clock jumps from end to end. With split devices the fleet goes on under the old weights while the learner works, with
-at most max_age batches outstanding, as many as are left when a batch has been taken.
+clock jumps from end to end. With split devices and `Schedule.ahead`, as a run has them, the fleet samples the next batch
+under the old weights while the learner works, and the sooner one waits. Without `ahead` the fleet goes on for as long as
+the learner works, with at most max_age batches outstanding: what a schedule that looks at a wall clock could reach.
 
 Not modelled: prefill, rewards, the greedy answer that some objectives take as a baseline, evaluations, snapshots with
 their barriers, and what a failed replica costs.
@@ -239,21 +240,19 @@ def simulate(
             ready.append((min(kept)[0], number, len(kept), sum(size for _, size in kept)))
 
     def due(oldest: int | None, version: int) -> bool:
-        return version - (version if oldest is None else oldest) >= schedule.max_age
+        return version - (served if oldest is None else oldest) >= schedule.max_age
 
     def complete(version: int) -> bool:
-        oldest = [version if g.oldest is None else g.oldest for g in open_.values()]
+        oldest = [served if g.oldest is None else g.oldest for g in open_.values()]
         if schedule.late == "drop":
             return not any(due(group, version) for group in oldest)
         ready.sort()
         return in_time([*(group[0] for group in ready[schedule.groups :]), *oldest], version, schedule)
 
-    for version in range(steps):
-        watching = version >= steps - watch
-        served, begun_tick, begun_step = version, tick, step
-        if watching:
-            watched.append((clock, 0))
+    def gather(version: int) -> None:
+        nonlocal clock
         clock += fleet.swap_seconds
+        begun_tick = tick
         submit(schedule.outstanding)
         while True:
             if tick - begun_tick >= schedule.ticks or not sizes:
@@ -267,8 +266,23 @@ def simulate(
                     break
             short = schedule.ticks - (tick - begun_tick)
             advance(short if short > 0 else None, np.inf, schedule.outstanding)
-        while schedule.swap == "drain" and sizes and not learner.split:
+        while schedule.swap == "drain" and sizes and (schedule.ahead or not learner.split):
             advance(None, np.inf, schedule.outstanding)
+
+    begun_tick = begun_step = 0
+    for version in range(steps):
+        watching = version >= steps - watch
+        if not schedule.ahead:
+            begun_tick, begun_step = tick, step
+        if watching:
+            watched.append((clock, 0))
+        if not schedule.ahead or not version:
+            served = version
+            gather(version)
+        if schedule.ahead:
+            per_step.append(tick - begun_tick)
+            steps_of.append(step - begun_step)
+            begun_tick, begun_step = tick, step
         ready.sort()
         batch, left = ready[: schedule.groups], ready[schedule.groups :]
         for oldest, _, samples, tokens in left:
@@ -282,7 +296,10 @@ def simulate(
         worked += took
         end = clock + took
         learned.append((clock, end))
-        if learner.split and schedule.max_age:
+        if schedule.ahead and version + 1 < steps:
+            served = version
+            gather(version + 1)
+        elif learner.split and schedule.max_age:
             most = min(schedule.outstanding, schedule.max_age * schedule.groups)
             submit(most)
             while sizes and (clock < end or schedule.swap == "drain"):
@@ -291,8 +308,9 @@ def simulate(
         if watching:
             watched.append((clock, 0))
         clock = max(clock, end)
-        per_step.append(tick - begun_tick)
-        steps_of.append(step - begun_step)
+        if not schedule.ahead:
+            per_step.append(tick - begun_tick)
+            steps_of.append(step - begun_step)
     if watch:
         watched.append((clock, 0))
     return Outcome(

@@ -47,7 +47,9 @@ from jaxrl_llm.assembly import (
     configured_model,
     configured_teacher,
     held_out_items,
+    in_sampler_order,
     prompt_room,
+    sampler_devices,
     sampling_params,
     schedule_of,
     teacher_config,
@@ -61,9 +63,12 @@ from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet.stream import FleetStream
+from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_transport
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
 from jaxrl_llm.learner.rows import minibatches
 from jaxrl_llm.learner.score import (
     Score,
@@ -93,6 +98,7 @@ from jaxrl_llm.objectives import (
 )
 from jaxrl_llm.parallel.agree import any_process, check_same, is_first, on_first, several
 from jaxrl_llm.parallel.host import place, read
+from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.processes import check_covers
 from jaxrl_llm.parallel.rules import replicated
 from jaxrl_llm.rollout.checks import reward_parts
@@ -104,6 +110,7 @@ from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resume
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.sampler.base import Completion, SamplerStats
 from jaxrl_llm.sampler.engine import Engine
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.sampler.rescore import ExactScorer
 from jaxrl_llm.snapshots.store import SnapshotStore, fingerprint
 from jaxrl_llm.stopping import EXIT_STOPPED, StoppedError, StopRequest
@@ -191,6 +198,7 @@ class BaseRun(abc.ABC):
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
     ledger_lines: Sequence[dict[str, Any]] = ()  # of the last train step, for ledger.jsonl
     parity: dict[str, Any] | None = None  # the parity certificate of the policy that this process began with
+    laying_out = 0.0  # seconds of `gather` that were neither sampling nor rewards
 
     def __init__(
         self,
@@ -372,9 +380,10 @@ class BaseRun(abc.ABC):
 
     def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
         """One train step on a rollout batch. Returns (metrics, seconds by phase)."""
-        config = self.config
+        config, version = self.config, self.version
         begin = time.perf_counter()
-        if several():  # what is taken from it, here and there, is then an array of all of them
+        self.hand_over(version)
+        if self.mesh is not None and several():  # what is made of it is then an array of all processes, too
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -385,14 +394,15 @@ class BaseRun(abc.ABC):
         if self.ratios_by_age is not None and batch.logprob_proximal is not None:
             moved = self.ratios_by_age(batch)
         batch, objective_state = self.prepare(batch, self.state.objective_state)
-        jax.block_until_ready(batch)
+        if not self.overlaps:
+            jax.block_until_ready(batch)
         scored = time.perf_counter()
         self.state = self.state.replace(objective_state=objective_state)
         updates: list[Any] = []
         masses: list[Any] = []
         for epoch in range(config.learner.epochs):
             # One minibatch needs no order; several are drawn from shuffled rows.
-            key = jax.random.fold_in(jax.random.fold_in(self.state.key, self.version), epoch)
+            key = jax.random.fold_in(jax.random.fold_in(self.state.key, version), epoch)
             shuffle = key if config.learner.minibatches > 1 else None
             for minibatch in minibatches(batch, config.learner.minibatches, shuffle):
                 of_critic: dict[str, Mean] = {}
@@ -404,18 +414,50 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
+                if not updates and version % CHECK_EVERY == 0:
+                    self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
                     masses.append((mass, minibatch.trajectory, minibatch.mask))
                 updates.append(metrics | of_critic)
         self.state = self.renew_reference(finish_train_step(self.state))
+        apart = self.meanwhile(version + 1, begin)
         jax.block_until_ready(self.state.params)
         done = time.perf_counter()
         self.masses = masses
-        return merge_updates(read(updates)) | moved, {
+        sampling = apart.get("time/rollout", 0.0)
+        return merge_updates(read(updates)) | moved, apart | {
             "time/score": scored - begin,
-            "time/update": done - scored,
+            "time/update": done - scored - sampling,
         }
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether something is sampled on other devices while updates are computed."""
+        return False
+
+    def hand_over(self, version: int) -> None:
+        """Gives the weights of `version` away before the updates of its train step consume them."""
+        return
+
+    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
+        """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
+        return {}
+
+    def check_reductions(self, batch: TokenBatch, metrics: dict[str, Mean]) -> None:
+        """Compares the sums of an update with the host's, and over a mesh the gradient of a probe with its formula.
+
+        Raises:
+          ReductionError: they differ.
+        """
+        check_sums(metrics, batch, batch_shards(self.mesh))
+        if self.mesh is not None:
+            self.probe(batch)
+
+    @functools.cached_property
+    def probe(self) -> Callable[[TokenBatch], None]:
+        """See `learner.reductions`."""
+        return make_reduction_check(self.mesh, micro_batch_rows=self.config.learner.micro_batch_rows)
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
@@ -425,7 +467,10 @@ class BaseRun(abc.ABC):
 
     def renew_reference(self, state: LearnerState) -> LearnerState:
         """The state with the reference that the config wants after this train step."""
-        settings, version = self.config.reference, int(state.version)
+        settings = self.config.reference
+        if not (settings.reset_every or settings.move_every):
+            return state  # without looking at the version, which may not be computed yet
+        version = int(state.version)
         if settings.reset_every and version % settings.reset_every == 0:
             return reset_reference(state, self.optimizer if settings.reset_optimizer else None)
         if settings.move_every and version % settings.move_every == 0:
@@ -480,11 +525,15 @@ class BaseRun(abc.ABC):
         """Goes on with what was under way when a snapshot was saved; None: nothing was."""
         return
 
+    def close(self) -> None:
+        """Ends what would outlive the run."""
+        return
+
 
 class Run(BaseRun):
     """A run of reinforcement learning, built and checked before anything is compiled."""
 
-    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool):
+    def __init__(self, config: Config, folder: pathlib.Path, *, resume: bool, workers: Workers | None = None):
         objective = build_objective(config.objective)
         if takes_pairs(objective):
             raise InputError(
@@ -504,10 +553,15 @@ class Run(BaseRun):
                 f"learner.minibatches: {config.learner.minibatches} does not divide the {rows} rows of a train step "
                 f"(rollout.prompts {config.rollout.prompts} x rollout.group_size {config.rollout.group_size})."
             )
-        schedule = schedule_of(config)
+        schedule, self.devices = schedule_of(config), sampler_devices(config)
         sampling_params(config, task)  # refuses what contradicts itself
+        if workers is not None:
+            check_fleet(config, workers)
         on_first(lambda: prepare_folder(folder, config, resume=resume))
-        model = configured_model(config)
+        transport = None if workers is None else open_transport(config, workers)
+        model = in_sampler_order(
+            config, configured_model(config), packed=config.learner.row_tokens is not None
+        )
         check_memory(
             config,
             model.config,
@@ -527,8 +581,21 @@ class Run(BaseRun):
         )
         super().__init__(config, folder, objective, model)
         self.stream = None
-        if schedule is not None:
+        if workers is not None and transport is not None:
+            self.stream = fleet_stream(
+                config,
+                workers,
+                transport,
+                folder,
+                self.policy.sampler,
+                self.sampling,
+                self.source,
+                self.judge,
+                self.warnings,
+            )
+        elif schedule is not None:
             self.stream = Stream(self.make_engine, self.source, self.judge, self.sampling, schedule)
+        if schedule is not None:
             self.ratios_by_age = make_ratios_by_age(min(schedule.max_age, 8))
         self.scorer = ExactScorer.of(self.policy.sampler) if config.learner.exact != "off" else None
         if self.scorer is not None:
@@ -552,12 +619,17 @@ class Run(BaseRun):
             greedy_too="baseline_reward" in self.needed,
         )
 
-    stream: Stream | None = None  # of an asynchronous run
+    stream: Stream | FleetStream | None = None  # of an asynchronous run, or of one with a fleet
+
+    def close(self) -> None:
+        """Ends the workers of a fleet."""
+        if isinstance(self.stream, FleetStream):
+            self.stream.close()
 
     def sample(self, prompts: int, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
         """One round: completions of the next prompts and their rewards, with `rollout_metrics`."""
         completions = self.policy.sampler.generate(
-            self.state.params,
+            self.sampled_from,
             self.source.next_batch(prompts),
             self.sampling,
             version=self.version,
@@ -581,10 +653,49 @@ class Run(BaseRun):
         """The trajectories of one group of the stream."""
         return [dataclasses.replace(t, group=group) for t in self.collect(completions)[0]]
 
-    def make_engine(self) -> Engine:
+    def make_engine(self) -> Engine | Replicas:
         """An engine for the stream."""
         outstanding = self.stream.schedule.outstanding if self.stream is not None else 1
-        return self.policy.sampler.engine(outstanding * self.sampling.per_prompt)
+        return self.policy.sampler.engine(outstanding * self.sampling.per_prompt, self.devices)
+
+    @property
+    def sampled_from(self) -> Any:
+        """The current weights where they are sampled from: the learner's, or a copy on a device that only samples."""
+        params = self.state.params
+        return jax.device_put(params, self.devices[0]) if self.devices else params
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next batch is sampled while this one is learned from."""
+        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
+
+    def hand_over(self, version: int) -> None:
+        """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
+        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
+            self.stream.serve(self.state.params, version)
+
+    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
+        """Samples the batch of the train step from `version`, while the learner's devices still compute `version`.
+
+        A request to stop is heeded afterwards: the weights that are sampled from exist nowhere else any more, so that
+        half a batch could not be gone on with.
+        """
+        if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
+            return {}
+        began, learned = time.perf_counter(), 0.0
+        last = jax.tree.leaves(self.state.params)[-1]
+
+        def progress(_: int) -> None:
+            nonlocal learned
+            if not learned and last.is_ready():
+                learned = time.perf_counter()
+
+        self.stream.advance(version, progress)
+        ended = time.perf_counter()
+        if not learned:
+            jax.block_until_ready(self.state.params)
+            learned = time.perf_counter()
+        return {"time/rollout": ended - began, "time/learner": learned - begin}
 
     def position(self) -> Position:
         """Where the data of the run is, with the groups under way."""
@@ -607,7 +718,9 @@ class Run(BaseRun):
                 "ones, which a synchronous run would lose. Resume with max_age of at least 1."
             )
 
-    def streamed(self, stream: Stream, on_progress: Any) -> tuple[list[Trajectory], dict[str, float]]:
+    def streamed(
+        self, stream: Stream | FleetStream, on_progress: Any
+    ) -> tuple[list[Trajectory], dict[str, float]]:
         """The next batch of an asynchronous run, with its figures."""
 
         def progress(done: int) -> None:
@@ -627,7 +740,7 @@ class Run(BaseRun):
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
-        config = self.config
+        config, blocks = self.config, self.model_config.key_blocks
         wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
         if self.stream is not None:
             trajectories, metrics = self.streamed(self.stream, on_progress)
@@ -639,16 +752,20 @@ class Run(BaseRun):
             trajectories, metrics = self.sample(wanted, on_progress)
         if self.parity is None:  # after sampling, whose compiled programs the probes then share
             self.parity = self.certificate()
+        begin = time.perf_counter()
         batch = pack(
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
             row_tokens=config.learner.row_tokens,
+            start_multiple=1 if blocks is None else 2,
+            vocab_size=self.model_config.vocab_size,
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,
             parts=self.parts,
             fill=self.needed & ON_REQUEST,
         )
+        self.laying_out = time.perf_counter() - begin
         metrics |= {"rollout/prompts_skipped": float(self.source.skipped)}
         return batch, trajectories, metrics
 
@@ -667,6 +784,7 @@ class Run(BaseRun):
             dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
             probes=4,
             exact=None if self.scorer is None else self.scorer.completions,
+            sampled_from=self.sampled_from,
             mesh=self.mesh,
             version=self.version,
         )
@@ -682,7 +800,7 @@ class Run(BaseRun):
         config = self.config
         return evaluate(
             self.policy.sampler,
-            self.state.params,
+            self.sampled_from,
             self.policy.task,
             self.tokenizer,
             sampling_params(config, self.policy.task, n=1, seed=config.evaluation.seed),
@@ -694,8 +812,10 @@ class Run(BaseRun):
         )
 
     def speed(self, row: dict[str, float]) -> float:
-        """Sampled tokens per second of the rollout."""
-        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row["time/rollout"]
+        """Sampled tokens per second of the rollout; of the whole train step where workers sample meanwhile."""
+        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row[
+            "time/total" if isinstance(self.stream, FleetStream) else "time/rollout"
+        ]
 
 
 def _check_exact(config: Config, objective: LossTransform) -> None:
@@ -719,6 +839,7 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] = (),
     invocation: str = "",
+    workers: Workers | None = None,
 ) -> int:
     """Runs or resumes a training run.
 
@@ -728,6 +849,7 @@ def train(
       resume: go on from the newest usable snapshot of the folder, with the config that is stored there.
       overrides: the `--set` overrides of this call, which also apply to a resumed run.
       invocation: name of the config file, for the message that says how to resume.
+      workers: that sample in processes of their own; None: this one samples.
 
     Returns:
       0 when all steps are done, 75 when it was stopped with a snapshot saved.
@@ -735,7 +857,8 @@ def train(
     Raises:
       InputError: something is wrong with the input; nothing expensive was started.
     """
-    return session(Run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
+    make_run = Run if workers is None else functools.partial(Run, workers=workers)
+    return session(make_run, config, folder, resume=resume, overrides=overrides, invocation=invocation)
 
 
 def session(
@@ -807,7 +930,7 @@ def _session(
         for note in run.notes:
             display.note(note)
         on_first(lambda: write_run_info(folder))
-        with run.snapshots, StopRequest(any_process if several() else None) as stop:
+        with contextlib.closing(run), run.snapshots, StopRequest(any_process if several() else None) as stop:
             if resume:
                 run.restore()
                 # With the overrides of this call, now that nothing refused them.
@@ -864,7 +987,9 @@ def loop(
     saved = run.version if run.snapshots.latest() == run.version else None
     position = run.position()
     end = config.steps if until is None else until
-    waited = 0.0  # seconds that the last snapshot blocked the loop
+    waited = written = (
+        0.0  # seconds that the last snapshot blocked the loop, that the last row was written in
+    )
 
     def save() -> None:
         nonlocal saved
@@ -897,13 +1022,17 @@ def loop(
             display.phase("update", 0, 0)
             learned, seconds = run.learn(batch)
             position = run.position()
-            row |= learned | seconds | {f"time/{run.phase}": sampled - begin}
+            row |= learned | seconds
+            row[f"time/{run.phase}"] = sampled - begin + seconds.get(f"time/{run.phase}", 0.0)
             every = config.evaluation.every
             last = run.version == config.steps
             if run.evaluates and (last or (every and run.version % every == 0)):
                 row |= measured(run, display, None)
             row["time/snapshot"], waited = waited, 0.0
-            row["time/total"] = time.perf_counter() - begin
+            ended = time.perf_counter()
+            row["time/total"] = ended - begin
+            work = sum(row.get(f"time/{phase}", 0.0) for phase in (run.phase, "score", "update", "eval"))
+            row["time/loop"] = ended - begin - work + run.laying_out + written
             row["time/tokens_per_second"] = run.speed(row)
             row = {"version": run.version, **row, **memory_metrics()}
             shares = run.shares(len(trajectories)) if trajectories else None
@@ -912,6 +1041,7 @@ def loop(
                 ledger_out.write(run.version, run.ledger_lines)
             metrics_out.write(row)
             display.step(row)
+            written = time.perf_counter() - ended
             # After the row is on disk: a snapshot without the metrics of its own step could not be resumed exactly.
             scheduled = config.snapshots.every and run.version % config.snapshots.every == 0
             if last or scheduled or run.version in barriers:

@@ -80,6 +80,7 @@ def test_u01_numbers(load, text, value):
         ("model: {dtype: fp16}", ["model.dtype", "'float32' or 'bfloat16'", "fp16"]),
         ("a: 1\na: 2", ["line 2", "'a'", "line 1"]),
         ("steps: 3\noptimizer: {b1: 0.9, b1: 0.8}", ["line 2", "'b1'"]),
+        ("optimizer: {<<: {b1: 0.9, b1: 0.8}}", ["line 1", "'b1'"]),
         ("[1, 2]", ["mapping", "list"]),
         ("model: [1]", ["model", "mapping", "[1]"]),
         ("mesh: null", ["mesh", "mapping"]),
@@ -119,11 +120,18 @@ def test_u01_bad_values_name_file_key_and_value(load, text, parts):
         assert part in str(error.value)
 
 
+def test_u01_keys_of_a_mapping_override_those_that_are_merged_into_it(load):
+    config = load("optimizer: {<<: {eps: 1e-7, b1: 0.8}, eps: 1e-6}")
+    assert (config.optimizer.eps, config.optimizer.b1) == (1e-6, 0.8)
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "path", "hint"),
     [
         ("optimizer: {learning_rte: 1e-6}", (), "optimizer.learning_rte", "optimizer.learning_rate"),
         ("learning_rate: 1e-6", (), "learning_rate", "optimizer.learning_rate"),
+        ("learning_rte: 1e-6", (), "learning_rte", "Did you mean optimizer.learning_rate or critic"),
+        ("clip_nrm: 1", (), "clip_nrm", "Did you mean optimizer.clip_norm?"),
         ("num-epochs: 3", (), "num-epochs", "learner.epochs"),
         ("rollout: {group-size: 3}", (), "rollout.group-size", "rollout.group_size"),
         ("steps: 3", ("optim.lrr=1",), "optim", "optimizer"),

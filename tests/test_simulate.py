@@ -185,6 +185,8 @@ class Row:
         ({"max_age": 2, "late": "drop"}, 2),
         ({"max_age": 1, "late": "drop", "ticks": 9}, 4),
         ({"max_age": 3, "in_flight": 6, "ticks": 3}, 2),
+        ({"max_age": 4, "ahead": True}, 3),
+        ({"max_age": 1, "ahead": True, "swap": "drain"}, 2),
     ],
 )
 def test_counts_are_those_of_the_stream(changes, n, slots, per):
@@ -202,6 +204,9 @@ def test_counts_are_those_of_the_stream(changes, n, slots, per):
     ages, ticks, tokens = collections.Counter(), [], 0
     for version in range(steps):
         rows, figures = stream.next_batch(None, version)
+        if schedule.ahead and version + 1 < steps:
+            stream.serve(None, version)
+            stream.advance(version + 1)
         ages.update(version - row.oldest for row in rows[:: schedule.samples])
         ticks.append(int(figures["rollout/ticks"]))
         tokens += sum(int(row.mask.sum()) for row in rows)

@@ -27,11 +27,12 @@ def run_bench(
 
     Returns:
       The figures of `bench_rollout`, `bench_update` or `bench_objectives`; for an iteration the first two, prefixed,
-      with their sum. The one-minute load average is in it, since a busy machine measures itself.
+      with their sum, and under loop/ those of `bench_loop`. The one-minute load average is in it, since a busy machine measures itself.
 
     Raises:
       InputError: sizes or recipes that are not possible; told before a model is loaded.
     """
+    from jaxrl_llm.bench.loop import bench_loop
     from jaxrl_llm.bench.objectives import bench_objectives, check_recipes
     from jaxrl_llm.bench.rollout import bench_rollout, check_work, ragged_lengths
     from jaxrl_llm.bench.update import bench_update
@@ -95,6 +96,17 @@ def run_bench(
             micro_batch_rows=micro_batch_rows,
             repeats=repeats,
         )
+    if what == "iteration":
+        around = bench_loop(
+            model,
+            dtype=dtype,
+            prompts=prompts,
+            group=group,
+            new_tokens=new_tokens,
+            context=min(config.max_positions, new_tokens + 64),
+            micro_batch_rows=micro_batch_rows,
+            repeats=repeats,
+        )
     load = {"load_average": os.getloadavg()[0]}
     if what != "iteration":
         return {**results[what], **load}
@@ -107,4 +119,5 @@ def run_bench(
     out["peak_memory_bytes"] = max(r["peak_memory_bytes"] for r in results.values())
     for name, figures in results.items():
         out |= {f"{name}/{key}": value for key, value in figures.items()}
+    out |= {f"loop/{key}": value for key, value in around.items()}
     return {**out, **load}

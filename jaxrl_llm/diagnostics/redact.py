@@ -5,9 +5,12 @@ Standard library only, so that any part may use it.
 
 from __future__ import annotations
 
+import base64
 import functools
+import json
 import os
 import re
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +60,7 @@ _URL_OWNERS = frozenset(
 )
 # The second form is for a password with a slash in it; a number there would be a port.
 _URL_USER = re.compile(
-    r"(?P<scheme>(?<![A-Za-z0-9+.\-])[A-Za-z0-9+.\-]+://)"
+    r"(?P<scheme>(?<![A-Za-z0-9+.\-])[A-Za-z0-9+.\-]+://|(?<![A-Za-z0-9+.\-:/])//(?=[^/\s:@'\"]{1,99}:[^/\s'\"]{1,999}@))"
     r"(?:[^/\s'\"]{1,999}|[^/\s:@'\"]{1,99}:(?!\d+/)[^\s'\"]{1,199}?)@"
 )
 # name=value, name = value, "name": "value", a YAML line `name: value`, {name: value}; not prose with a colon.
@@ -83,7 +86,10 @@ _PRIVATE_KEY = re.compile(
 )
 _KNOWN_SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{6,}|sk-[A-Za-z0-9_\-]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_[A-Za-z0-9_]{12,}"
-    r"|AKIA[A-Z0-9]{12,}|AIza[A-Za-z0-9_\-]{20,}|xox[abprs]-[A-Za-z0-9\-]{8,}|ya29\.[A-Za-z0-9_\-]{8,})"
+    r"|AKIA[A-Z0-9]{12,}|AIza[A-Za-z0-9_\-]{20,}|xox[abprs]-[A-Za-z0-9\-]{8,}|ya29\.[A-Za-z0-9_\-]{8,}"
+    r"|glpat-[A-Za-z0-9_\-]{16,}|npm_[A-Za-z0-9]{30,}|pypi-[A-Za-z0-9_\-]{16,}"
+    r"|eyJ[A-Za-z0-9_\-]{8,}\.eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}"  # a JSON web token
+    r"|hooks\.slack\.com/services/[A-Za-z0-9/]{8,})"
 )
 _SHORTEST_ENVIRONMENT_SECRET = 6  # shorter values would blank out ordinary words
 
@@ -260,8 +266,28 @@ def _is_secret(key: str, item: Any) -> bool:
 
 def _environment_secrets(environment: Mapping[str, str]) -> list[str]:
     values = {
-        value
+        spelled
         for name, value in environment.items()
         if len(value) >= _SHORTEST_ENVIRONMENT_SECRET and secret_key(name)
+        for spelled in _spellings(value)
     }
     return sorted(values, key=len, reverse=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _spellings(value: str) -> frozenset[str]:
+    """A value as it stands in plain text, JSON, Python, URLs and headers."""
+    raw = value.encode("utf-8", "surrogateescape")
+    quoted = urllib.parse.quote(raw, safe="")
+    return frozenset(
+        (
+            value,
+            json.dumps(value)[1:-1],
+            json.dumps(value, ensure_ascii=False)[1:-1],
+            repr(value)[1:-1],
+            quoted,
+            quoted.replace("%20", "+"),
+            urllib.parse.quote(raw),
+            base64.b64encode(raw).decode(),
+        )
+    )

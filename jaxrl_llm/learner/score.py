@@ -20,7 +20,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
-from jaxrl_llm.parallel.rules import row_sharding
+from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
 
@@ -80,7 +80,7 @@ def make_score(
 
     def one(params, micro):
         return policy_output(
-            params, config, micro, chunk=chunk, blocks=shards, rows=row_sharding(mesh)
+            params, config, micro, chunk=chunk, blocks=shards, layout=layout_of(mesh)
         ).logprob
 
     jitted = _by_rows(one, mesh, micro_batch_rows)
@@ -147,10 +147,10 @@ def _listed(
     params: Any, config: ModelConfig, batch: TokenBatch, k: int, chunk: int | None, mesh: Mesh | None
 ) -> tuple[Array, Array, Array]:
     """(log-prob of each token, ids of a list of others, their log-probs): the batch's own list, else the likeliest."""
-    blocks, rows = batch_shards(mesh), row_sharding(mesh)
+    blocks, layout = batch_shards(mesh), layout_of(mesh)
     if batch.topk_ids is None:
-        return likeliest_tokens(params, config, batch, k, chunk=chunk, blocks=blocks, rows=rows)
-    out = policy_output(params, config, batch, topk=True, chunk=chunk, blocks=blocks, rows=rows)
+        return likeliest_tokens(params, config, batch, k, chunk=chunk, blocks=blocks, layout=layout)
+    out = policy_output(params, config, batch, topk=True, chunk=chunk, blocks=blocks, layout=layout)
     assert out.topk_logprob is not None  # it was asked for
     return out.logprob, batch.topk_ids, out.topk_logprob
 
@@ -225,7 +225,7 @@ def make_score_teacher(
     if wanted.k:
         _check_list(config, wanted.k)
     config = on_mesh(config, mesh, BATCH_AXES)
-    shards, rows = batch_shards(mesh), row_sharding(mesh)
+    shards, layout = batch_shards(mesh), layout_of(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
 
     def one(params, micro):
@@ -234,10 +234,10 @@ def make_score_teacher(
             logprob, ids, listed = _listed(params, config, micro, wanted.k, chunk, mesh)
             out = {"topk_ids": ids, "topk_logprob_teacher": listed, "logprob_teacher": logprob}
         elif wanted.logprob:
-            given = policy_output(params, config, micro, chunk=chunk, blocks=shards, rows=rows)
+            given = policy_output(params, config, micro, chunk=chunk, blocks=shards, layout=layout)
             out = {"logprob_teacher": given.logprob}
         if wanted.divergence is not None:
-            out["hidden_teacher"] = hidden_states(params, config, micro, rows)
+            out["hidden_teacher"] = hidden_states(params, config, micro, layout)
         return out
 
     jitted = _by_rows(one, mesh, micro_batch_rows)

@@ -21,7 +21,7 @@ from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.experts import exchanged_bytes, on_mesh, router_load
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
-from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, row_sharding, state_shardings
+from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
@@ -182,7 +182,7 @@ def make_update_step(
             gradient_sums=gradient_sums,
             teacher=head,
             router_probs=wants_routers,
-            rows=row_sharding(mesh),
+            layout=layout_of(mesh, rules),
         )
 
     def pinned(tree, shardings):

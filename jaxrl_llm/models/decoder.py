@@ -21,6 +21,7 @@ from jaxrl_llm.models.attention import segment_attention, visible_tokens
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.experts import Routed, expert_mlp
 from jaxrl_llm.ops.dense import DENSE, dense
+from jaxrl_llm.parallel.rules import Layout
 
 __all__ = [
     "Remat",
@@ -128,10 +129,12 @@ def pinned(x: Array, sharding: jax.sharding.Sharding | None) -> Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def embed(params: Any, config: ModelConfig, tokens: Array) -> Array:
+def embed(params: Any, config: ModelConfig, tokens: Array, layout: Layout | None = None) -> Array:
     """[B, T, D] in the compute dtype."""
-    # Gathered before the cast: the gradient then adds up in the dtype of the parameter.
-    return params["embed"][tokens].astype(config.dtype)
+    # Gathered before the cast: the gradient then adds up in the dtype of the parameter. Held to the shards of the table,
+    # it goes from rows to them in the compute dtype; else all of it is gathered on every device.
+    looked_up = None if layout is None else layout.looked_up
+    return pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
 
 
 def head_matrix(params: Any) -> Array:
@@ -154,7 +157,7 @@ def forward(
     remat: Remat = False,
     gradient_sums: Any = None,
     routing_ids: Array | None = None,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> Array:
     """Final hidden states [B, T, D] (after the last norm), for training and scoring.
 
@@ -167,8 +170,7 @@ def forward(
       gradient_sums: the structure of params["layers"]; only with remat=True. The gradient with respect to
         params["layers"] then comes out with these added, in their memory: see `_accumulating_scan`.
       routing_ids: i32[B, T, layers, K] of a model with experts, see `experts.expert_mlp`; a dense one reads none.
-      rows: how [B, ...] is split over a mesh. Between layers the activations are held to it: left to itself, XLA splits
-        the residual stream as the weights are, and then sums activations over the mesh instead of gathering weights.
+      layout: of the activations on a mesh.
     """
     return forward_routed(
         params,
@@ -179,7 +181,7 @@ def forward(
         remat=remat,
         gradient_sums=gradient_sums,
         routing_ids=routing_ids,
-        rows=rows,
+        layout=layout,
     )[0]
 
 
@@ -194,26 +196,27 @@ def forward_routed(
     gradient_sums: Any = None,
     routing_ids: Array | None = None,
     router_probs: bool = False,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Array, Routed | None]:
     """As `forward`, and what the routers of all layers did, [layers, B, T, …]; None of a dense model.
 
     `router_probs`: with their probabilities, which are on the tape and take layers × experts numbers a token.
     """
-    context = (rope_tables(config, positions), visible_tokens(segments), segments != 0)
+    context = (rope_tables(config, positions), visible_tokens(segments), positions, segments != 0)
+    rows = None if layout is None else layout.rows
     if routing_ids is not None and config.num_experts:
         routing_ids = jnp.moveaxis(routing_ids, 2, 0)
     else:
         routing_ids = None
 
     def body(x, layer, chosen, context):
-        rope, visible, live = context
+        rope, visible, positions, live = context
         x, _, routed = decoder_layer(
             layer,
             config,
             x,
             rope,
-            lambda q, k, v: (segment_attention(q, k, v, visible), None),
+            lambda q, k, v: (segment_attention(q, k, v, visible, config.key_blocks, positions), None),
             routing_ids=chosen,
             live=live,
         )
@@ -222,7 +225,7 @@ def forward_routed(
             return x, None, None
         return x, routed.probs if router_probs else None, routed._replace(probs=None)
 
-    x = pinned(embed(params, config, tokens), rows)
+    x = pinned(embed(params, config, tokens, layout), rows)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")

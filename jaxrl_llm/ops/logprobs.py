@@ -40,6 +40,7 @@ from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix
 from jaxrl_llm.ops.chunks import Chunks
 from jaxrl_llm.ops.numerics import keep
 from jaxrl_llm.ops.support import first_left_out, left_out_ids
+from jaxrl_llm.parallel.rules import Layout
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = [
@@ -81,6 +82,11 @@ class _HeadPlan(NamedTuple):
     find: int = 0  # K of the likeliest tokens to look up; not differentiable
     divergence: Divergence | None = None
     teacher_dtype: str = "float32"  # of the operands of the teacher's product
+    layout: Layout | None = None  # on a mesh
+
+    def weight(self, w_DV: Array) -> Array:
+        """The head as it is multiplied with, the same in every chunk."""
+        return pinned(w_DV.astype(self.dtype), None if self.layout is None else self.layout.head)
 
 
 class TeacherHead(NamedTuple):
@@ -183,7 +189,7 @@ def _head_forward(
     plan, h_RMD, w_DV, targets_RM, temperature_RM, active_RM, listed_RMK, y_RME, v_EV, support_RMS
 ):
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
 
     def compute(_, chunk):
@@ -244,7 +250,7 @@ def _head_backward(plan, residuals, cotangents):
     if plan.divergence is not None:
         d_divergence = jnp.where(active_RM, cotangents.divergence, 0.0)
     chunks = Chunks.of(active_RM, plan.chunk)
-    w = w_DV.astype(plan.dtype)
+    w = plan.weight(w_DV)
     wide = jnp.promote_types(plan.dtype, jnp.float32)
     V = w_DV.shape[1]
 
@@ -296,6 +302,7 @@ def _head_backward(plan, residuals, cotangents):
         compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own, whole))
     )
     dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
+    dw_DV = pinned(dw_DV, None if plan.layout is None else plan.layout.head_gradient)
     return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
 
@@ -325,7 +332,7 @@ def head_output(
     support: Array | None = None,
     chunk: int | None = None,
     blocks: int = 1,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> HeadOutput:
     """Log-prob of a target (and entropy, divergence, and log-probs of a list) at each position, f32[B, T].
 
@@ -348,7 +355,7 @@ def head_output(
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
       blocks: the number of shards of the rows; active positions are moved together within a block only.
-      rows: how the rows are split over a mesh.
+      layout: on a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
@@ -373,7 +380,7 @@ def head_output(
     wide = jnp.promote_types(dtype, jnp.float32)
     if listed is not None and find:
         raise ValueError("head_output: give the listed tokens, or ask for the likeliest ones, not both.")
-    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find), None
+    plan, teacher_weight = _HeadPlan(dtype, C, entropy, find, layout=layout), None
     if teacher is None:
         hidden_teacher = None
     else:
@@ -388,7 +395,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        pinned(block(h_BTD, 0), rows),
+        pinned(block(h_BTD, 0), None if layout is None else layout.rows),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -445,7 +452,7 @@ def _shifted(
     teacher=None,
     hidden_teacher=None,
     support=None,
-    rows=None,
+    layout=None,
 ) -> HeadOutput:
     """What the head says of token t at entry t, 0 where it is not wanted or has nothing before it.
 
@@ -467,7 +474,7 @@ def _shifted(
         support=None if support is None else _ahead(support),
         chunk=chunk,
         blocks=blocks,
-        rows=rows,
+        layout=layout,
     )
     return jax.tree.map(_behind, out)
 
@@ -485,7 +492,7 @@ def policy_output(
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
     router_probs: bool = False,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
 
@@ -505,7 +512,7 @@ def policy_output(
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
       router_probs: also give the probabilities and the choices of the routers, of a model with experts.
-      rows: see `models.decoder.forward`.
+      layout: see `models.decoder.forward`.
 
     Returns:
       `PolicyOutput` with `logprob` (and `entropy`, `divergence`) f32[B, T] (and `topk_logprob` f32[B, T, K]), exactly
@@ -535,7 +542,7 @@ def policy_output(
         gradient_sums=gradient_sums,
         routing_ids=batch.routing_ids,
         router_probs=router_probs,
-        rows=rows,
+        layout=layout,
     )
     out = _shifted(
         hidden,
@@ -552,7 +559,7 @@ def policy_output(
         teacher=teacher,
         hidden_teacher=None if teacher is None else batch.hidden_teacher,
         support=batch.support_ids,
-        rows=rows,
+        layout=layout,
     )
     probs = choice = None
     if routed is not None:
@@ -572,9 +579,7 @@ def policy_output(
     )
 
 
-def hidden_states(
-    params: Any, config: ModelConfig, batch: TokenBatch, rows: jax.sharding.Sharding | None = None
-) -> Array:
+def hidden_states(params: Any, config: ModelConfig, batch: TokenBatch, layout: Layout | None = None) -> Array:
     """[B, T, D] in the compute dtype: the last hidden state that token t is predicted from, at entry t.
 
     0 outside `batch.mask`. Not meant to be differentiated; the arguments are those of `policy_output`.
@@ -586,7 +591,7 @@ def hidden_states(
         batch.positions,
         batch.segments,
         routing_ids=batch.routing_ids,
-        rows=rows,
+        layout=layout,
     )
     wanted = batch.mask & _continues(batch.segments)
     return keep(wanted[..., None], _behind(hidden))
@@ -600,7 +605,7 @@ def likeliest_tokens(
     *,
     chunk: int | None = None,
     blocks: int = 1,
-    rows: jax.sharding.Sharding | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Array, Array, Array]:
     """(logprob [B, T], ids i32[B, T, K], their log-probs [B, T, K]) of the k likeliest tokens, likeliest first.
 
@@ -614,7 +619,7 @@ def likeliest_tokens(
         batch.positions,
         batch.segments,
         routing_ids=batch.routing_ids,
-        rows=rows,
+        layout=layout,
     )
     out = _shifted(
         hidden,
@@ -629,7 +634,7 @@ def likeliest_tokens(
         blocks=blocks,
         find=k,
         support=batch.support_ids,
-        rows=rows,
+        layout=layout,
     )
     assert out.topk_ids is not None and out.topk_logprob is not None
     return out.logprob, out.topk_ids, out.topk_logprob

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -18,12 +18,13 @@ from jaxrl_llm.types import LearnerState, TokenBatch
 
 __all__ = [
     "DEFAULT_RULES",
+    "Layout",
     "Rules",
     "batch_shardings",
+    "layout_of",
     "param_shardings",
     "partition_spec",
     "replicated",
-    "row_sharding",
     "state_shardings",
 ]
 
@@ -136,9 +137,28 @@ def state_shardings(
     )
 
 
-def row_sharding(mesh: Mesh | None) -> NamedSharding | None:
-    """Of an array whose first axis is rows of a batch, or blocks of them; None without a mesh."""
-    return None if mesh is None else NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+class Layout(NamedTuple):
+    """How the values between parameters and loss lie on a mesh.
+
+    Left to itself, XLA splits activations as the weights are split, and sums them over the mesh in every layer. Held to
+    their rows, the weights of a layer are gathered instead, which moves less.
+    """
+
+    rows: NamedSharding  # of [B, ...], or of blocks of rows
+    looked_up: NamedSharding  # of [B, T, D], rows of the embedding before they go to where their sequence is
+    head: NamedSharding  # of [D, V], the output head while it is multiplied with: gathered once, not in each chunk
+    head_gradient: NamedSharding  # of [D, V]
+
+
+def layout_of(mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> Layout | None:
+    """The layout on a mesh; None without one."""
+    if mesh is None:
+        return None
+    embed, vocab = rules["embed"], rules["vocab"]
+    split = (embed,) if isinstance(embed, str) else tuple(embed or ())
+    others = tuple(axis for axis in BATCH_AXES if axis not in split)
+    specs = ((BATCH_AXES,), (others, None, embed), (None, vocab), (embed, vocab))
+    return Layout(*(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs))
 
 
 def batch_shardings(batch: TokenBatch, mesh: Mesh) -> TokenBatch:

@@ -203,7 +203,7 @@ def _window(attributes: str, dims: int) -> list[tuple[int, int, int, int, int]]:
         return [default] * dims if text is None else [int(n.split("_")[0]) for n in text.split("x")]
 
     fields = (("size", 1), ("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
-    return list(zip(*(numbers(*field) for field in fields), strict=True)) if dims else []  # type: ignore[arg-type]
+    return list(zip(*(numbers(*field) for field in fields), strict=True)) if dims else []
 
 
 # ------------------------------------------------------------------------------------- collectives
@@ -428,7 +428,7 @@ class _Counter:
     def traffic(self, i: _Instruction, around: Mapping[str, _Instruction]) -> float:
         """Bytes of HBM that an operation reads and writes; of an array that it takes a slice of, the slice."""
         outputs = i.arrays[:1] if i.opcode.endswith("-start") else i.arrays
-        written = sum(array.bytes for array in outputs if not array.fast)
+        written: float = sum(array.bytes for array in outputs if not array.fast)
         if i.opcode in _SLICING:
             return 2 * written
         if i.opcode in ("dynamic-update-slice", "scatter"):
@@ -439,7 +439,7 @@ class _Counter:
             source = around.get(name)
             if source is None or len(source.arrays) != 1 or source.arrays[0].fast:
                 continue
-            whole = source.arrays[0].bytes
+            whole: float = source.arrays[0].bytes
             if i.opcode == "fusion":
                 whole = min(whole, self.read_by(str(i.called("calls")), position, whole))
             read += whole

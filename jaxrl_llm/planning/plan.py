@@ -8,8 +8,6 @@ Seconds are not measured: each is the largest of what compute, HBM and the netwo
 from __future__ import annotations
 
 import dataclasses
-import gc
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +17,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.objectives import build_objective, check_teacher
 from jaxrl_llm.parallel.mesh import AXES
 from jaxrl_llm.planning.chips import Chip, Topology, device_mesh, peak_time, topology_of
+from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.hlo import Cost, cost
 from jaxrl_llm.planning.known import shape_of
 from jaxrl_llm.planning.programs import (
@@ -239,13 +238,12 @@ def make_plan(
         config, objective, model, mesh if apart is None else apart, work, mesh, replicas=max(1, samplers)
     )
     programs = [p for p in (*learned, *sampled) if not only or p.name in only]
-    compiled = []
+    parts = []
     for number, program in enumerate(programs):
         progress(f"compiling {program.name} ({number + 1} of {len(programs)})")
-        compiled.append(compile_program(program, found))
+        parts.append(compile_program(program, found))
     phases = [
-        _phase(c, learner_keeps, sampler_keeps, apart is not None, config.schedule.max_age > 0)
-        for c in compiled
+        _phase(c, learner_keeps, sampler_keeps, apart is not None, config.schedule.max_age > 0) for c in parts
     ]
     return Plan(
         config.model.source,
@@ -254,9 +252,9 @@ def make_plan(
         dict(mesh.shape),
         samplers,
         work,
-        tuple(compiled),
+        tuple(parts),
         tuple(phases),
-        _notes(compiled, found),
+        _notes(parts, found),
     )
 
 
@@ -282,31 +280,26 @@ def _meshes(config: Config, topology: Topology) -> tuple[Any, Any]:
 
 def compile_program(program: Program, topology: Topology) -> Compiled:
     """Compiles a program and counts it."""
-    began = time.perf_counter()
-    executable = program.lower().compile()
-    seconds = time.perf_counter() - began
-    memory = executable.memory_analysis()
+    executable = compiled(program.lower(), program.mesh)
     counted = cost(
-        executable.as_text(),
+        executable.text,
         dict(program.mesh.shape),
         [getattr(device, "slice_index", 0) or 0 for device in program.mesh.devices.flat],
         program.dynamic_trips,
     )
     hbm = counted.hbm_bytes + program.kernel_bytes
-    del executable
-    gc.collect()
     return Compiled(
         program,
         program.mesh.devices.size,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        executable.arguments,
+        executable.temporaries,
+        max(0, executable.results - executable.replaced),
         counted,
         hbm,
         peak_time(
             topology.chip, counted.flops, hbm, counted.network_bytes("ICI"), counted.network_bytes("DCN")
         ),
-        seconds,
+        executable.seconds,
     )
 
 

@@ -40,7 +40,13 @@ def planned(config: Config) -> tuple[Schedule, int]:
             f"schedule.swap: {s.swap} needs samples that go on under the next weights, and with max_age=0 there are none. "
             "Raise schedule.max_age, or leave swap out."
         )
-    schedule = Schedule(groups=r.prompts, samples=r.group_size, max_age=s.max_age, swap=s.swap)
+    schedule = Schedule(
+        groups=r.prompts,
+        samples=r.group_size,
+        max_age=s.max_age,
+        swap=s.swap,
+        ahead=bool(config.mesh.sampler and s.max_age),
+    )
     return schedule, r.group_size + s.over_generation
 
 
@@ -126,7 +132,9 @@ def read_run(folder: pathlib.Path) -> Record:
         sampling=np.array([_figure(folder, row, "time/rollout") for row in rows], np.float64),
         learning=np.array(
             [
-                sum(_figure(folder, row, key) for key in ("time/update", "time/score") if key in row)
+                _figure(folder, row, "time/learner")
+                if "time/learner" in row  # sampled meanwhile
+                else sum(_figure(folder, row, key) for key in ("time/update", "time/score") if key in row)
                 for row in rows
             ],
             np.float64,

@@ -95,6 +95,11 @@ def compared(config: Config) -> list[Plan]:
     return [Plan(plan_name(schedule), schedule, n) for schedule in schedules]
 
 
+def scheduled(schedule: Schedule, chips: Chips) -> Schedule:
+    """A schedule as a run has it on these chips: with a learner of its own the fleet samples ahead."""
+    return dataclasses.replace(schedule, ahead=chips.split and schedule.max_age > 0)
+
+
 def run_plan(plan: Plan, chips: Chips, source: Source, *, updates: int, seed: int, watch: int = 0) -> Run:
     """Simulates a plan; `watch`: as in `simulate`.
 
@@ -106,14 +111,20 @@ def run_plan(plan: Plan, chips: Chips, source: Source, *, updates: int, seed: in
         raise InputError(
             f"{samples:,} samples are too many to simulate, at most {_MOST_SAMPLES:,} are allowed. Lower --updates."
         )
-    if (rows := plan.schedule.outstanding * plan.n) > _MOST_UNDER_WAY:
+    if (rows := scheduled(plan.schedule, chips).outstanding * plan.n) > _MOST_UNDER_WAY:
         raise InputError(
             f"{plan.name}: {rows:,} samples under way are too many to simulate, at most {_MOST_UNDER_WAY:,} are allowed. Lower "
             "schedule.max_age, rollout.prompts or rollout.group_size."
         )
     lengths = source(seed)
     outcome = simulate(
-        plan.schedule, chips.fleet, chips.learner, lengths, steps=updates, n=plan.n, watch=watch
+        scheduled(plan.schedule, chips),
+        chips.fleet,
+        chips.learner,
+        lengths,
+        steps=updates,
+        n=plan.n,
+        watch=watch,
     )
     return Run(plan, outcome)
 

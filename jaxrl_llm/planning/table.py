@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.planning.plan import Plan
+from jaxrl_llm.planning.search import Found
 
-__all__ = ["plan_text"]
+__all__ = ["plan_text", "search_text"]
 
 
 def _size(number: float) -> str:
@@ -46,8 +47,10 @@ def plan_text(plan: Plan, width: int = 120) -> str:
     )
     _memory(console, plan)
     _work(console, plan)
-    _collectives(console, plan)
-    _largest(console, plan)
+    if any(x.bytes >= 2**20 for c in plan.compiled for x in c.cost.collectives):
+        _collectives(console, plan)
+    if any(c.cost.largest for c in plan.compiled):
+        _largest(console, plan)
     for note in plan.notes:
         console.print(f"Note: {note}")
     spare, phase = plan.spare_bytes, plan.largest
@@ -69,10 +72,15 @@ def plan_text(plan: Plan, width: int = 120) -> str:
     return out.getvalue().rstrip("\n")
 
 
+def _table(console: Console, title: str) -> Table:
+    console.print(f"\n{title}")
+    return Table()
+
+
 def _memory(console: Console, plan: Plan) -> None:
     roles = list(dict.fromkeys(role for phase in plan.phases for role in phase.memory))
     roles = [role for role in roles if any(p.memory.get(role, 0) >= 2**20 for p in plan.phases)]
-    table = Table(title="HBM of a chip while a program runs", title_justify="left")
+    table = _table(console, "HBM of a chip while a program runs")
     table.add_column("role")
     for phase in plan.phases:
         table.add_column(phase.program, justify="right")
@@ -86,7 +94,7 @@ def _memory(console: Console, plan: Plan) -> None:
 
 
 def _work(console: Console, plan: Plan) -> None:
-    table = Table(title="One run of a program, of a chip", title_justify="left")
+    table = _table(console, "One run of a program, of a chip")
     for name in (
         "program",
         "runs a step",
@@ -115,7 +123,7 @@ def _work(console: Console, plan: Plan) -> None:
 
 
 def _collectives(console: Console, plan: Plan) -> None:
-    table = Table(title="Collectives of one run, of a chip", title_justify="left")
+    table = _table(console, "Collectives of one run, of a chip")
     for name in ("program", "kind", "along", "network", "number", "sent"):
         table.add_column(name, justify="right" if name in ("number", "sent") else "left")
     for c in plan.compiled:
@@ -123,17 +131,41 @@ def _collectives(console: Console, plan: Plan) -> None:
             if x.bytes >= 2**20:
                 row = (c.program.name, x.kind, " x ".join(x.axes) or "?", x.network)
                 table.add_row(*row, f"{x.count:,.0f}", _size(x.bytes))
-    if table.row_count:
-        console.print(table)
+    console.print(table)
 
 
 def _largest(console: Console, plan: Plan) -> None:
-    table = Table(title="Largest arrays that a program makes, of a chip", title_justify="left")
+    table = _table(console, "Largest arrays that a program makes, of a chip")
     for name in ("program", "array", "size", "made by"):
         table.add_column(name, justify="right" if name == "size" else "left", overflow="fold")
     for c in plan.compiled:
         for array, where in c.cost.largest[:3]:
             shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
             table.add_row(c.program.name, shape, _size(array.bytes), "/".join(where.split("/")[-3:]))
-    if table.row_count:
-        console.print(table)
+    console.print(table)
+
+
+def search_text(found: Found, width: int = 120) -> str:
+    """What was tried, what is proposed, and the plan of that."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    table = _table(console, f"{found.considered} ways, {len(found.ranked)} should fit; compiled")
+    for name in ("settings", "estimate", "update at least", "limited by", "HBM", "fits"):
+        table.add_column(name, justify="left" if name in ("settings", "limited by") else "right")
+    for candidate, plan in found.tried:
+        update = plan.compiled[0]
+        table.add_row(
+            " ".join(candidate.overrides),
+            _time(candidate.seconds),
+            _time(plan.step_seconds),
+            update.limited_by,
+            _size(plan.largest.bytes),
+            "yes" if plan.fits else "no",
+        )
+    console.print(table)
+    if found.plan is None:
+        console.print("Nothing fits. Take more chips, fewer tokens (model.max_context), or a smaller model.")
+        return out.getvalue().rstrip("\n")
+    settings = " ".join(f"--set {override}" for override in found.overrides)
+    console.print(f"Proposed: {settings}", soft_wrap=True)
+    return f"{out.getvalue()}\n{plan_text(found.plan, width)}"

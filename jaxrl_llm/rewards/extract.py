@@ -7,14 +7,19 @@ the text is written by a policy that is paid for finding holes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 __all__ = [
+    "THINKING_TAGS",
     "after_thinking",
+    "answer_line",
     "answer_tag",
     "first_line",
+    "is_thinking_tag",
     "last_boxed",
     "last_line",
     "mask_code_fences",
+    "opens_thinking",
     "small",
 ]
 
@@ -37,9 +42,42 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def after_thinking(
-    text: str, *, opened: bool = False, tags: tuple[str, str] = ("<think>", "</think>")
-) -> str | None:
+# What models put around thinking: DeepSeek and Qwen, others after them, Magistral, Kimi, Seed.
+THINKING_TAGS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+    ("<seed:think>", "</seed:think>"),
+)
+
+
+def _tag_pattern(tags: Iterable[str]) -> re.Pattern[str]:
+    """Any of the tags, whatever their case and the blanks inside their brackets."""
+    spaced = (rf"{re.escape(t[0])}\s*{re.escape(t[1:-1])}\s*{re.escape(t[-1])}" for t in tags)
+    return re.compile("|".join(spaced), re.IGNORECASE | re.ASCII)
+
+
+_OPENING, _CLOSING = (_tag_pattern(tags) for tags in zip(*THINKING_TAGS, strict=True))
+
+
+def is_thinking_tag(text: str) -> bool:
+    """Whether a text is a tag that opens or closes thinking, and nothing else."""
+    return any(pattern.fullmatch(text) for pattern in (_OPENING, _CLOSING))
+
+
+def opens_thinking(text: str) -> str:
+    """The opening tag of thinking that a text ends with (white space after it apart), "" if it does not."""
+    text = text.rstrip()
+    for match in _OPENING.finditer(text, max(0, len(text) - 64)):
+        if match.end() == len(text):
+            return match[0]
+    return ""
+
+
+def after_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] | None = None) -> str | None:
     """The part of a completion that may be graded when the model thinks aloud first.
 
     Only what follows the last closing tag counts, and thinking that is opened again after it does not. A
@@ -49,19 +87,27 @@ def after_thinking(
     Args:
       text: the sampled text.
       opened: the prompt has already opened the thinking, so a text without a closing tag is all thought.
-      tags: (opening, closing).
+      tags: (opening, closing); default: any of `THINKING_TAGS`.
 
     Returns:
       The gradable part, or None when the thinking was never closed.
     """
-    opening, closing = map(small, tags)
-    lowered = small(text)
-    end = lowered.rfind(closing)
-    if end >= 0:
-        start = end + len(closing)
-        again = lowered.find(opening, start)
-        return text[start : None if again < 0 else again]
-    return None if opened or opening in lowered else text
+    opening, closing = (
+        (_OPENING, _CLOSING) if tags is None else (_tag_pattern(tags[:1]), _tag_pattern(tags[1:]))
+    )
+    start = max((match.end() for match in closing.finditer(text)), default=-1)
+    if start >= 0:
+        again = opening.search(text, start)
+        return text[start : None if again is None else again.start()]
+    return None if opened or opening.search(text) else text
+
+
+def answer_line(text: str) -> str:
+    """The first line of a completion; of one that begins with thinking, the first line that follows it ("" if it was
+    never closed)."""
+    if _OPENING.match(text.lstrip()) is None:
+        return first_line(text)
+    return first_line((after_thinking(text) or "").lstrip())
 
 
 def last_boxed(text: str) -> str | None:

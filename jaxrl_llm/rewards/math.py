@@ -1,19 +1,22 @@
 r"""Mathematical answers in `\boxed{…}` or `<answer>…</answer>`: the exact, instant part.
 
-An answer equals the gold when both are the same number (`rewards.numbers`) or the same LaTeX text after
-`normalise_latex`. Both tests are symmetric, need no clock, no signal and no thread of their own, so they
-give the same score in any thread or process. Symbolic equality ((x+1)^2 = x^2+2x+1) is not attempted here.
+An answer equals the gold when both are the same number (`rewards.numbers`), lists or sets of the same numbers, or the
+same LaTeX text after `normalise_latex`; `x = 5` is the answer 5, and `(A)` the choice A. All of it is symmetric and
+needs no clock, no signal and no thread of its own, so it gives the same score in any thread or process. Units are part
+of an answer (5 cm is not 5). Symbolic equality ((x+1)^2 = x^2+2x+1) is not attempted here.
 """
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from jaxrl_llm.rewards.extract import after_thinking, answer_tag, last_boxed
 from jaxrl_llm.rewards.numbers import (
     find_numbers,
     numbers_equal,
     parse_number,
+    plain_text,
     read_number,
     without_spaced_groups,
 )
@@ -26,6 +29,12 @@ _DROPPED = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\$")
 _SHORT_FRACTION = re.compile(r"\\frac ?([0-9]) ?([0-9])")
 # A blank that keeps two numbers apart: 4 10, 1 .5, 1. 5.
 _REMOVABLE = re.compile(r"(?!(?<=\d) \.?\d)(?!(?<=\d\.) \d) ")
+_SHORT_ROOT = re.compile(r"\\sqrt ?([0-9])")
+_LONG_SCRIPT = re.compile(r"([\^_]) ?\{ ?(\w|\\circ) ?\}")
+_DEGREES = re.compile(r"\^ ?\\circ(?![a-z])|\\degree(?![a-z])")
+_CHOICE = re.compile(r"\(([A-Z])\)|([A-Z])[):]")
+_ASSIGNED = re.compile(r"\s*\\?[A-Za-z]\w{0,15}(?:_\{\w{1,15}\})?\s*=(?!=)(?P<value>.*)", re.DOTALL)
+_LISTS = (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), (r"\{", r"\}"), ("{", "}"))
 _ASKS_PERCENT = re.compile(r"\bper ?cent(?:age)?\b", re.IGNORECASE)
 
 
@@ -35,29 +44,74 @@ def asks_percent(question: str) -> bool:
 
 
 def normalise_latex(text: str) -> str:
-    r"""The text without \left, \right, dollar signs, spaces and a final full stop, with \dfrac and \tfrac written \frac
-    and \frac12 written \frac{1}{2}. Applied to both sides.
+    r"""The text without \left, \right, dollar signs, spaces and a final full stop, with \dfrac and \tfrac written \frac,
+    \frac12 written \frac{1}{2}, \sqrt2 written \sqrt{2}, x^{2} written x^2, ^\circ written \u00b0, \text{a} written a, and
+    (A) written A. Applied to both sides.
 
     A space goes only where it says nothing: `4 10/3` does not become 410/3, nor `1, 234` the number 1,234.
     """
     text = (
-        _DROPPED.sub(" ", _NO_SPACE.sub("", text)).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+        _DROPPED.sub(" ", _NO_SPACE.sub("", plain_text(text)))
+        .replace(r"\dfrac", r"\frac")
+        .replace(r"\tfrac", r"\frac")
     )
     text = without_spaced_groups(text)
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text))
+    text = _DEGREES.sub("\u00b0", _LONG_SCRIPT.sub(r"\1\2", text))
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
     joined = _REMOVABLE.sub("", text)
-    return text if read_number(text) is None and read_number(joined) is not None else joined
+    if read_number(text) is None and read_number(joined) is not None:
+        return text
+    choice = _CHOICE.fullmatch(joined)
+    return choice[1] or choice[2] if choice else joined
+
+
+def _members(text: str) -> tuple[str, list[Fraction | str]] | None:
+    """(kind of brackets, members) of a normalised text that is a list; None if it is no list of two or more."""
+    for left, right in _LISTS:
+        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
+            parts, depth, start = [], 0, 0
+            inside = text[len(left) : -len(right)]
+            for at, char in enumerate(inside):
+                depth += (char in "([{") - (char in ")]}")
+                if depth < 0:
+                    return None
+                if char == "," and not depth:
+                    parts.append(inside[start:at])
+                    start = at + 1
+            parts.append(inside[start:])
+            values: list[Fraction | str] = []
+            for part in parts:
+                value = parse_number(part)
+                values.append(part if value is None else value)
+            return (left[-1] + right[-1], values) if len(parts) > 1 else None
+    return None
 
 
 def answers_equal(a: str, b: str, *, percent_asked: bool = False) -> bool:
-    """Whether two answers are the same number or, if not both are numbers, the same text; symmetric."""
+    """Whether two answers are the same number or, if not both are numbers, the same list or text; symmetric.
+
+    The members of a list in parentheses or brackets have an order, those of a set in braces have none. An answer
+    `x = 5` equals 5, and `y = 5` only if it says the same of the same letter.
+    """
+    assigned = [_ASSIGNED.fullmatch(text) for text in (a, b)]
+    if (assigned[0] is None) != (assigned[1] is None):
+        a, b = (
+            text if match is None else match["value"] for text, match in zip((a, b), assigned, strict=True)
+        )
     same = numbers_equal(a, b, percent_asked=percent_asked)
     if same is not None:
         return same
     first, second = normalise_latex(a), normalise_latex(b)
-    return bool(first) and first == second
+    if first == second:
+        return bool(first)
+    lists = _members(first), _members(second)
+    if lists[0] is None or lists[1] is None or lists[0][0] != lists[1][0]:
+        return False
+    if lists[0][0] == "{}":
+        return set(lists[0][1]) == set(lists[1][1])
+    return lists[0][1] == lists[1][1]
 
 
 def _grade(found: str | None, gold: str, gradable: str | None, question: str, missing: str) -> Score:

@@ -2,7 +2,8 @@ r"""Numbers in text, compared exactly.
 
 Nothing is evaluated: a number is read by one linear pattern or it is not a number. Powers, factorials and
 nested expressions are therefore never computed, however small they look; they are equal to a gold answer
-only as strings. Values are `Fraction`s, so 0.5 equals 1/2 and 0.333 does not equal 1/3.
+only as strings. A power of ten with a written exponent is not a computation but a way of writing a number
+(1.5 \times 10^{3} is 1.5e3). Values are `Fraction`s, so 0.5 equals 1/2 and 0.333 does not equal 1/3.
 
 Percent policy: `x%`, `x\%` and `x percent` are the number x/100, on both sides alike. So 35% equals 0.35
 and neither equals 35; 100% equals 1. Where the question itself asks for a percentage, pass
@@ -12,6 +13,7 @@ and neither equals 35; 100% equals 1. Where the question itself asks for a perce
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ __all__ = [
     "find_numbers",
     "numbers_equal",
     "parse_number",
+    "plain_text",
     "read_number",
     "without_spaced_groups",
 ]
@@ -33,15 +36,33 @@ _DECIMAL = re.compile(rf"(?P<figures>{_UNSIGNED})(?:[eE](?P<exponent>[-+]?[0-9]{
 _SPACED_GROUPS = re.compile(
     r"(?<![0-9.,/])(?<![0-9] )[1-9][0-9]{0,2}(?: [0-9]{3})+(?! ?[0-9/,]| ?\\[dt]?frac)"
 )
-_SPACE = re.compile(r"\\[,;: ]|\s")
-_RATIO = re.compile(r"(?:(?P<whole>[0-9]+) +)?(?P<over>[0-9]+) */ *(?P<under>[0-9]+)")
+_SPACE = re.compile(r"\\[,;: ]|(?<=[0-9])~(?=[0-9\\])|\s")
+_PART = r"[0-9]+(?:\.[0-9]+)?"
+_RATIO = re.compile(rf"(?:(?P<whole>[0-9]+) +)?(?P<over>{_PART}) */ *(?P<under>-?{_PART})")
 _FRAC = re.compile(
-    r"(?:(?P<whole>[0-9]+) *)?\\[dt]?frac *(?:\{ *(?P<minus>-?) *(?P<over>[0-9]+) *\} *\{ *(?P<under>[0-9]+) *\}"
-    r"|(?P<over1>[0-9]) *(?P<under1>[0-9]))"
+    rf"(?:(?P<whole>[0-9]+) *)?\\[cdt]?frac *(?:\{{ *(?P<over>-?{_PART}) *\}}|(?P<over1>[0-9]))"
+    rf" *(?:\{{ *(?P<under>-?{_PART}) *\}}|(?P<under1>[0-9]))"
 )
-_PERCENT = re.compile(r"(?: *\\?%| +per ?cent)$", re.IGNORECASE)
+_SCIENTIFIC = re.compile(
+    rf"(?:(?P<figures>{_UNSIGNED}) *(?:\\times|\\cdot|[\u00d7\u00b7*x]) *)?"
+    r"10 *(?:\^|\*\*) *(?:\{ *(?P<exponent>[-+]?[0-9]{1,4}) *\}|(?P<exponent1>[-+]?[0-9]{1,4}))"
+)
+_PERCENT = re.compile(r"(?: *\\?%| +(?:per ?cent|pct))$", re.IGNORECASE)
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _INLINE = re.compile(rf"(?<![0-9A-Za-z.,/])[-+]?(?:{_UNSIGNED})(?![0-9A-Za-z])")
+
+# Characters that stand for others: minus signs, fraction slashes, percent signs, separators of Arabic and full-width
+# text; and characters of no width, which stand for nothing.
+_SAME = str.maketrans(
+    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
+    | dict.fromkeys("\u2044\u2215\uff0f", "/")
+    | dict.fromkeys("\u066a\ufe6a\uff05", "%")
+    | {"\u066b": ".", "\uff0e": ".", "\u066c": ",", "\uff0c": ",", "\uff0b": "+"}
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")
+)
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # one character for a fraction
+_SWISS_GROUP = re.compile(r"(?<=[0-9])['\u2019](?=[0-9]{3}(?![0-9]))")
+_STYLED = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|textrm|mbox)[ ]?\{([^{}]*)\}")
 
 
 class Number(NamedTuple):
@@ -51,23 +72,37 @@ class Number(NamedTuple):
     percent: bool
 
 
+def plain_text(text: str) -> str:
+    r"""The text in the characters that numbers are read from; every other character stays.
+
+    Digits of any script are 0 to 9, minus signs and slashes are ASCII, \u00bd is " 1/2", 1'234 is 1,234, and what
+    stands inside `\text{\u2026}` and its like stands by itself.
+    """
+    text = _STYLED.sub(r"\1", text)
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", text)
+        text = _VULGAR.sub(lambda match: " " + unicodedata.normalize("NFKC", match[0]), text).translate(_SAME)
+        text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    return _SWISS_GROUP.sub(",", text)
+
+
 def read_number(text: str) -> Number | None:
     r"""Reads a whole text as one number.
 
-    Read are: an optional sign (ASCII or U+2212), integers with or without thousands commas or blanks, decimals,
-    exponents, `a/b`, `\frac{a}{b}` (also \dfrac, \tfrac), mixed numbers `n a/b` and `n\frac{a}{b}` (the sign
-    covers the whole of it, and a < b is required: 4 10/3 is not a mixed number), a percent sign, dollar
-    signs around the whole. LaTeX spaces are blanks; blanks join digits only between groups of three (1 000).
-    Everything else is None.
+    Read are, after `plain_text`: an optional sign, integers with or without thousands commas or blanks, decimals,
+    exponents (1e3, 1 \times 10^{3}), `a/b`, `\frac{a}{b}` (also \dfrac, \tfrac), mixed numbers `n a/b` and
+    `n\frac{a}{b}` (the sign covers the whole of it, and a < b is required: 4 10/3 is not a mixed number), a percent
+    sign, dollar signs around the whole. LaTeX spaces are blanks; blanks join digits only between groups of three
+    (1 000). Everything else is None.
     """
     if len(text) > MAX_CHARS:
         return None
-    text = text.strip()
+    text = plain_text(text).strip()
     for left, right in _WRAPPERS:
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
             break
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace(r"\!", "")
+    text = text.replace("{,}", ",").replace(r"\!", "")
     text = without_spaced_groups(text)
     percent = _PERCENT.search(text)
     if percent:
@@ -89,29 +124,35 @@ def without_spaced_groups(text: str) -> str:
     return _SPACED_GROUPS.sub(lambda match: match[0].replace(" ", ""), text)
 
 
+def _decimal(figures: str, exponent: int) -> Fraction | None:
+    """figures · 10^exponent; None beyond MAX_EXPONENT."""
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    whole, _, fraction = figures.replace(",", "").partition(".")
+    return Fraction(int((whole + fraction) or "0"), 1) * Fraction(10) ** (exponent - len(fraction))
+
+
 def _unsigned(text: str) -> Fraction | None:
     decimal = _DECIMAL.fullmatch(text)
     if decimal:
-        exponent = int(decimal["exponent"] or 0)
-        if abs(exponent) > MAX_EXPONENT:
-            return None
-        figures = decimal["figures"].replace(",", "")
-        whole, _, fraction = figures.partition(".")
-        return Fraction(int((whole + fraction) or "0"), 1) * Fraction(10) ** (exponent - len(fraction))
+        return _decimal(decimal["figures"], int(decimal["exponent"] or 0))
+    scientific = _SCIENTIFIC.fullmatch(text)
+    if scientific:
+        return _decimal(scientific["figures"] or "1", int(scientific["exponent"] or scientific["exponent1"]))
     for pattern in (_RATIO, _FRAC):
         match = pattern.fullmatch(text)
         if not match:
             continue
         named = match.groupdict()
-        over, under = int(named["over"] or named["over1"]), int(named["under"] or named["under1"])
-        if under == 0:
+        over, under = named["over"] or named["over1"], named["under"] or named["under1"]
+        if Fraction(under) == 0:
             return None
-        part = Fraction(over, under)
+        part = Fraction(over) / Fraction(under)
         if named["whole"] is None:
-            return -part if named.get("minus") else part
-        if over >= under or named.get("minus"):
+            return part
+        if not (over.isdigit() and under.isdigit()) or part >= 1:
             return None
-        if pattern is _RATIO and named["over"].startswith("0"):
+        if pattern is _RATIO and over.startswith("0"):
             return None  # 1 000/3: a thousand thirds as likely as one and no thirds
         return int(named["whole"]) + part
     return None

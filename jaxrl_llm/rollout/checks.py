@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.math import answers_equal
+from jaxrl_llm.rewards.score import computed
 from jaxrl_llm.rollout.task import Item, SplitName, Task
 
 __all__ = ["Baseline", "SelfTest", "constant_answer_baseline", "distinct_items", "reward_parts", "self_test"]
@@ -55,7 +56,7 @@ def self_test(task: Task, *, items: int = 4, seed: int = 0) -> SelfTest:
     def value(item: Item, completion: str, what: str) -> float | None:
         nonlocal unscored
         try:
-            score = task.score(item, completion)
+            score = computed(task.score(item, completion), task.name)
         except Exception as error:  # any error here would stop a run later; it is reported as bad input
             raise InputError(
                 f"verifier self-test: task {task.name} raised {type(error).__name__} on {what}: {error}. A verifier "
@@ -106,7 +107,7 @@ def reward_parts(task: Task, *, items: int = 4, seed: int = 0) -> tuple[str, ...
     for index in range(items if split.size is None else min(items, split.size)):
         item = split.item(index)
         for text in ("" if item.answer is None else task.write(item.answer), ""):
-            names |= dict.fromkeys(task.score(item, text).parts)
+            names |= dict.fromkeys(computed(task.score(item, text), task.name).parts)
     return tuple(names)
 
 

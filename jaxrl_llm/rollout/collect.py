@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_llm.rewards.score import Score
+from jaxrl_llm.parallel.agree import on_first
+from jaxrl_llm.rewards.extract import after_thinking, is_thinking_tag, opens_thinking
+from jaxrl_llm.rewards.score import Score, computed
 from jaxrl_llm.rollout.filters import by_group, fill_groups, is_informative
 from jaxrl_llm.rollout.task import Task, item_of
 from jaxrl_llm.sampler.base import Completion
@@ -18,6 +20,7 @@ from jaxrl_llm.types import StopReason, Trajectory
 __all__ = [
     "collect",
     "completion_text",
+    "graded_text",
     "refilled",
     "rollout_metrics",
     "sampled_text",
@@ -46,8 +49,50 @@ def sampled_text(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> 
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
-    """What a reward sees of a completion: its text before the stop string, special tokens left out."""
+    """What a policy wrote for people to read: the text before the stop string, special tokens left out."""
     return tokenizer.decode(completion.tokens.tolist()) if completion.text is None else completion.text
+
+
+def graded_text(completion: Completion, tokenizer: Tokenizer) -> str:
+    """What a reward sees of a completion: `completion_text`, and every tag that says where thinking begins and ends.
+
+    Two kinds of tags are not in that text, and without them an answer inside a thought that was cut off would be
+    paid for: one that the prompt ends with (templates of reasoning models open the thinking themselves), which is put
+    in front, and tags that are control tokens, which stay in their places.
+    """
+    text = completion_text(completion, tokenizer)
+    ids = completion.tokens.tolist()
+    tags = [
+        (at, tag)
+        for at, token in enumerate(ids)
+        if tokenizer.is_special(token)
+        and is_thinking_tag(tag := tokenizer.token_bytes(token).decode(errors="replace"))
+    ]
+    if tags:
+        cut = len(tokenizer.decode(ids)) - len(text)  # the stop string and what follows it
+        pieces, start = [], 0
+        for at, tag in tags:
+            pieces += [tokenizer.decode(ids[start:at]), tag]
+            start = at + 1
+        text = "".join([*pieces, tokenizer.decode(ids[start:])])
+        text = text[: len(text) - cut]
+    return _opened_by_prompt(completion, tokenizer) + text
+
+
+_TAIL = 64  # tokens; no tag, with the white space after it, is longer
+
+
+def _opened_by_prompt(completion: Completion, tokenizer: Tokenizer) -> str:
+    """The opening tag of thinking that the prompt leaves open, "" if it does not.
+
+    Tags elsewhere in a prompt are talked about, not opened: only its end counts, and the begun answer of the task.
+    """
+    tokens = completion.prompt.tokens.tolist()
+    opened = opens_thinking(tokenizer.decode(tokens[-_TAIL:], skip_special=False))
+    begun = str(completion.prompt.payload.get("prefix") or "")
+    if opened or after_thinking(begun) is not None:
+        return opened
+    return "<think>" if tokenizer.decode(tokens, skip_special=False).endswith(begun) else ""
 
 
 def score_completion(task: Task, completion: Completion, text: str) -> Score:
@@ -57,7 +102,7 @@ def score_completion(task: Task, completion: Completion, text: str) -> Score:
     if completion.stop is StopReason.CANCELLED:
         return Score(None, reason="the completion was cancelled")
     try:
-        return task.score(item_of(completion.prompt), text)
+        return computed(task.score(item_of(completion.prompt), text), task.name)
     except Exception as error:  # one broken verifier call must not end a run; it is counted
         return Score(None, reason=f"the verifier of {task.name} raised {type(error).__name__}: {error}")
 
@@ -126,13 +171,16 @@ def collect(
 
     def scored(completion: Completion) -> Score:
         own = task[completion.prompt.task] if isinstance(task, Mapping) else task
-        return score_completion(own, completion, completion_text(completion, tokenizer))
+        return score_completion(own, completion, graded_text(completion, tokenizer))
 
-    greedy = {c.prompt.uid: scored(c).value for c in baselines or ()}
+    # Of several processes one scores, for all: a verifier with a time limit need not say the same twice.
+    judged = [*(baselines or ()), *completions]
+    scores = on_first(lambda: [scored(completion) for completion in judged])
+    number = len(judged) - len(completions)
+    greedy = {c.prompt.uid: score.value for c, score in zip(judged[:number], scores[:number], strict=True)}
     groups: dict[str, int] = {}
     trajectories = []
-    for completion in completions:
-        score = scored(completion)
+    for completion, score in zip(completions, scores[number:], strict=True):
         score = dataclasses.replace(score, parts={**dict.fromkeys(parts), **score.parts})
         group = groups.setdefault(completion.prompt.uid, len(groups))
         trajectory = trajectory_of(completion, score, group=group, temperature=temperature)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.checks import constant_answer_baseline, distinct_items
-from jaxrl_llm.rollout.collect import completion_text, score_completion
+from jaxrl_llm.rollout.collect import graded_text, score_completion
 from jaxrl_llm.rollout.task import Item, Task, prompt_of
 from jaxrl_llm.sampler.base import SamplingParams, TokenSampler
 from jaxrl_llm.tokens.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def evaluate(
                 on_progress(before + stats.completions, total)
 
         completions = sampler.generate(params, prompts, how, version=version, on_progress=progress)
-        scores = [score_completion(task, c, completion_text(c, tokenizer)) for c in completions]
+        scores = [score_completion(task, c, graded_text(c, tokenizer)) for c in completions]
         figures |= summary(scores, key + kind)
         lengths = [len(c.tokens) for c in completions]
         figures[f"{key}{kind}length_mean"] = float(np.mean(lengths))

@@ -12,6 +12,8 @@ from jaxrl_llm.errors import InputError
 __all__ = ["Message", "check_messages", "read_objects"]
 
 _ROLES = ("system", "user", "assistant", "tool")
+# What a template would show beside the text of a message, and is not read here.
+_NOT_READ = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 Message = Mapping[str, str]
 
 
@@ -70,7 +72,12 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_messages(value: Any, where: str, key: str) -> tuple[dict[str, str], ...]:
-    """A list of messages with roles and texts. Raises InputError for anything else."""
+    """A list of messages with roles and texts; what else a message says about itself (id, name) is left out.
+
+    Raises:
+      InputError: anything else, and messages that say more than their text (tool calls, a separate thought), which
+        would be trained on or asked without it.
+    """
     if not isinstance(value, list) or not value:
         raise InputError(f"{where}: {key!r} must be a list of messages that is not empty, got {value!r}.")
     for message in value:
@@ -82,5 +89,10 @@ def check_messages(value: Any, where: str, key: str) -> tuple[dict[str, str], ..
             raise InputError(
                 f"{where}: each message in {key!r} must be {{'role': one of {', '.join(_ROLES)}, 'content': text}}, "
                 f"got {message!r}."
+            )
+        if more := [name for name in _NOT_READ if message.get(name)]:
+            raise InputError(
+                f"{where}: a message in {key!r} has {', '.join(more)} beside its content, which is not read; write it into "
+                "the content as the model would."
             )
     return tuple({"role": m["role"], "content": m["content"]} for m in value)

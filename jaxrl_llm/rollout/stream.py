@@ -13,6 +13,10 @@ The age of a group is the learner's version at the train step that consumes it l
 token. No group is trained on beyond `max_age`. With late="wait" none is ever dropped for its age: groups are consumed
 earliest deadline first, at most (1 + max_age) x groups are outstanding, and a batch waits where more groups than the
 next k train steps can consume would be due by then (`in_time`).
+
+With `ahead`, for a sampler on devices of its own, the batch of a train step is sampled under the weights that the step
+before it starts from, while that step learns (`advance`); it is taken when its turn comes. The sampler goes on exactly until the
+batch is complete, so that the number of its ticks is no matter of speed.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
 from jaxrl_llm.sampler.base import Completion, SamplingParams
 from jaxrl_llm.sampler.engine import Carried, Engine
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["Schedule", "Stream", "StreamState", "in_time"]
@@ -44,29 +49,41 @@ class Schedule:
     groups: int  # of a train step
     samples: int  # of a group that are trained on
     max_age: int = 0  # versions
-    in_flight: int | None = None  # groups that are sampled or wait; None: (1 + max_age) * groups
+    in_flight: int | None = (
+        None  # groups that are sampled or wait; None: (1 + max_age) * groups, ahead max_age * groups
+    )
     ticks: int = 0  # least dispatches of a train step, so that sampling goes on while the batch is full
     late: Late = "wait"
     # What becomes of rows under way when the weights change: "keep" their keys and values, "recompute" them, or "drain":
     # finish all of them first, so that no sample spans versions.
     swap: Swap = "keep"
     max_drops: int = 0  # uninformative groups that are replaced in a train step; 0: every group is trained on
+    ahead: bool = False  # the batch of a train step is sampled while the one before it learns
 
     def __post_init__(self):
         for name, least in (("groups", 1), ("samples", 1), ("max_age", 0), ("ticks", 0), ("max_drops", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"Schedule: {name} must be at least {least}, got {getattr(self, name)}.")
-        most = (1 + self.max_age) * self.groups
+        if self.ahead and not self.max_age:
+            raise ValueError(
+                "Schedule: ahead needs max_age of at least 1, since what it samples is a version old."
+            )
+        most = self._most
         if self.in_flight is not None and not self.groups <= self.in_flight <= most:
             raise ValueError(
-                f"Schedule: in_flight must be in [{self.groups}, {most}], the groups of a train step and (1 + max_age) times "
-                f"them, got {self.in_flight}."
+                f"Schedule: in_flight must be in [{self.groups}, {most}], the groups of a train step and "
+                f"{'max_age' if self.ahead else '(1 + max_age)'} times them, got {self.in_flight}."
             )
+
+    @property
+    def _most(self) -> int:
+        """Groups that can be consumed in time, of those that are sampled from one version."""
+        return (self.max_age if self.ahead else 1 + self.max_age) * self.groups
 
     @property
     def outstanding(self) -> int:
         """Most groups that have been submitted and are neither trained on nor dropped."""
-        return self.in_flight or (1 + self.max_age) * self.groups
+        return self.in_flight or self._most
 
 
 def in_time(oldest: Iterable[int], version: int, schedule: Schedule) -> bool:
@@ -115,7 +132,7 @@ class Stream:
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[], Engine | Replicas],
         source: _Prompts,
         judge: Judge,
         sampling: SamplingParams,
@@ -136,13 +153,15 @@ class Stream:
         self._make_engine, self._source, self._judge = make_engine, source, judge
         self.sampling, self.schedule = sampling, schedule
         self.ledger = Ledger()
-        self._engine: Engine | None = None
+        self._engine: Engine | Replicas | None = None
         self._open: dict[int, _Group] = {}  # by number, ascending
         self._ready: list[_Ready] = []
         self._submitted = 0
         self._served: int | None = None  # version of the weights in the engine
         self._recompute = False  # the next swap follows a barrier
         self._drops = 0  # uninformative groups in this train step
+        self._restored = False  # groups were taken up from a state, and no batch has been taken since
+        self._taken_at = 0  # ticks when the last batch was taken
         self.ticks = 0  # since the run began
 
     # ------------------------------------------------------------------------------------- a batch
@@ -159,9 +178,28 @@ class Stream:
         Returns:
           (trajectories, figures of what was sampled and of how old it is).
         """
-        schedule, begun = self.schedule, self.ticks
-        barrier = self._recompute and bool(self._open or self._ready)
-        engine = self._swap(params, version)
+        if not (self.schedule.ahead and self._complete(version)):
+            self.serve(params, version)
+            self.advance(version, on_progress)
+        return self._take(version)
+
+    def serve(self, params: Any, version: int) -> None:
+        """Samples from these weights from now on; `version`: train steps done by them."""
+        if self._engine is None:
+            self._engine = self._make_engine()
+        if self._served != version or self._recompute:
+            recompute = self._recompute or self.schedule.swap == "recompute"
+            self._engine.swap(params, version=version, pages="recompute" if recompute else "keep")
+        self._served, self._recompute = version, False
+
+    def advance(self, version: int, on_progress: Callable[[int], None] | None = None) -> None:
+        """Samples, from the weights that are served, until the train step from `version` can have its batch.
+
+        The weights are of `version`, or, with `Schedule.ahead`, of the one before it.
+        """
+        schedule, begun, engine = self.schedule, self.ticks, self._engine
+        if engine is None:
+            raise RuntimeError("stream: nothing is sampled before weights are served.")
         self._drops = 0
         self._submit()
         while True:
@@ -169,24 +207,14 @@ class Stream:
                 self._drop_late(version)
                 if self._complete(version):
                     break
-            self._tick(version)
+            self._tick()
             if on_progress is not None:
                 done = sum(len(g.trajectories) for g in self._ready) + sum(
                     len(g.done) for g in self._open.values()
                 )
                 on_progress(min(done, schedule.groups * schedule.samples))
         while schedule.swap == "drain" and engine.busy:
-            self._tick(version)
-        return self._take(version, self.ticks - begun, barrier)
-
-    def _swap(self, params: Any, version: int) -> Engine:
-        if self._engine is None:
-            self._engine = self._make_engine()
-        if self._served != version or self._recompute:
-            recompute = self._recompute or self.schedule.swap == "recompute"
-            self._engine.swap(params, version=version, pages="recompute" if recompute else "keep")
-        self._served, self._recompute = version, False
-        return self._engine
+            self._tick()
 
     def _submit(self) -> None:
         if self._engine is None:
@@ -198,7 +226,7 @@ class Stream:
             self._open[self._submitted] = _Group(self._submitted, prompt, members)
             self._submitted += 1
 
-    def _tick(self, version: int) -> None:
+    def _tick(self) -> None:
         """One dispatch, and what follows from it."""
         if self._engine is None or not self._engine.busy:
             raise RuntimeError("stream: there is nothing to wait for, and the batch is not complete.")
@@ -251,7 +279,7 @@ class Stream:
             versions = [int(c.versions.min()) for c in group.done if len(c.versions)]
             versions += [begun[id] for id in group.ids if id in begun]
             # A prompt that has no token yet is as old as the weights that will sample its first.
-            oldest[group.number] = min(versions, default=version)
+            oldest[group.number] = min(versions, default=version if self._served is None else self._served)
         return oldest
 
     def _drop_late(self, version: int) -> None:
@@ -277,7 +305,7 @@ class Stream:
             return not any(self._due(group, version) for group in oldest)
         return in_time([*ready[schedule.groups :], *oldest], version, schedule)
 
-    def _take(self, version: int, ticks: int, barrier: bool) -> tuple[list[Trajectory], dict[str, float]]:
+    def _take(self, version: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Takes the oldest complete groups; drops those that are left and too old for the next train step."""
         schedule = self.schedule
         queue = sorted(self._ready, key=lambda group: (group.oldest, group.number))
@@ -300,11 +328,12 @@ class Stream:
         self.ledger.count_trajectories(TRAINED, trajectories)
         self.ledger.count_trajectories("no_signal", [t for t in trajectories if t.reward is None])
         figures = {
-            "rollout/ticks": float(ticks),
+            "rollout/ticks": float(self.ticks - self._taken_at),
             "rollout/in_flight_groups": float(len(self._open)),
             "rollout/ready_groups": float(len(self._ready)),
-            "rollout/barrier": float(barrier),
+            "rollout/barrier": float(self._restored),
         }
+        self._taken_at, self._restored = self.ticks, False
         if self._engine is not None and not self._open:
             # Nothing is under way: the memory of its pages and weights is the learner's until the next batch.
             self._engine.release()
@@ -322,6 +351,7 @@ class Stream:
         return StreamState(
             submitted=self._submitted,
             ticks=self.ticks,
+            taken_at=self._taken_at,
             open=[(g.number, g.prompt, list(g.done)) for g in self._open.values()],
             rows=[(*owner[id], carry) for id, carry in carried],
             ready=list(self._ready),
@@ -333,7 +363,8 @@ class Stream:
 
         The run that saved the state does the same, so that it and one that resumes from it stay equal.
         """
-        self._submitted, self.ticks = state.submitted, state.ticks
+        self._submitted, self.ticks, self._taken_at = state.submitted, state.ticks, state.taken_at
+        self._restored = bool(state.open or state.ready)
         self._ready = list(state.ready)
         self.ledger.restore(state.ledger)
         self._open = {number: _Group(number, prompt, {}, list(done)) for number, prompt, done in state.open}
@@ -352,6 +383,7 @@ class StreamState:
 
     submitted: int
     ticks: int
+    taken_at: int  # ticks when the last batch was taken
     open: list[tuple[int, Prompt, list[Completion]]]
     rows: list[tuple[int, int, Carried]]  # number of the group, index of the sample; first served first
     ready: list[_Ready]
@@ -362,6 +394,7 @@ class StreamState:
         return {
             "submitted": self.submitted,
             "ticks": self.ticks,
+            "taken_at": self.taken_at,
             "open": [[number, to_data(prompt), to_data(done)] for number, prompt, done in self.open],
             "rows": [
                 [number, index, to_data(row.so_far), row.begun, row.priority]
@@ -377,6 +410,7 @@ class StreamState:
         return cls(
             submitted=data["submitted"],
             ticks=data["ticks"],
+            taken_at=data.get("taken_at", data["ticks"]),
             open=[
                 (number, Prompt(**from_data(prompt)), [completion_of(c) for c in done])
                 for number, prompt, done in data["open"]

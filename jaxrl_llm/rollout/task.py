@@ -139,7 +139,8 @@ class Task(Protocol):
         """The conversation that puts the question."""
 
     def score(self, item: Item, completion: str) -> Score:
-        """Judges the sampled text. Pure; never raises for anything that a policy may have written."""
+        """Judges the sampled text (`collect.graded_text`). Pure; never raises for anything that a policy may have
+        written."""
 
     def write(self, answer: str) -> str:
         """The completion of a model that gives this answer in the right form."""

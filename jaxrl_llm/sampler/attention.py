@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.parallel.rules import DEFAULT_RULES
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
     RaggedCache,
+    Tiles,
     as_stored,
     chunk_attention,
     decode_attention,
@@ -33,7 +36,15 @@ from jaxrl_llm.sampler.paged_cache import (
     write_tokens,
 )
 
-__all__ = ["AttentionPath", "PageAttention", "attention_path", "decode_step", "init_pages", "prefill_step"]
+__all__ = [
+    "AttentionPath",
+    "PageAttention",
+    "attention_path",
+    "decode_step",
+    "init_pages",
+    "page_sharding",
+    "prefill_step",
+]
 
 Array = jax.Array
 
@@ -103,12 +114,24 @@ def init_pages(
     return init_ragged_cache(config, pages, page_size)
 
 
+def page_sharding(config: ModelConfig, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    """How blockwise pages lie on a mesh: key/value heads split as the weights that make them, where they divide."""
+    axis = DEFAULT_RULES["kv_heads"]
+    divides = isinstance(axis, str) and config.num_kv_heads % mesh.shape[axis] == 0
+    spec = PartitionSpec(None, None, axis) if divides else PartitionSpec()
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
 def decode_step(
-    cache: PagedCache | RaggedCache, table: Array, position: Array, active: Array
+    cache: PagedCache | RaggedCache,
+    table: Array,
+    position: Array,
+    active: Array,
+    tiles: Tiles | None = None,
 ) -> PageAttention:
     """One new token a row, at `position`, i32[B]; those of rows that are not `active` go to NOBODY's page.
 
-    `attend` takes q [B, 1, H, K] and k, v [B, 1, N, K].
+    `attend` takes q [B, 1, H, K] and k, v [B, 1, N, K]. The kernel reads no `tiles`.
     """
     S = cache.page_size
     pages = jnp.where(active, table[jnp.arange(table.shape[0]), position // S], NOBODY)
@@ -130,11 +153,13 @@ def decode_step(
 
         return PageAttention(cache, write_and_attend, lambda cache, _: cache)
 
-    blocks = jnp.max(jnp.where(active, -(-position // S), 0))
+    skipped = 0 if tiles is None else tiles.skip
+    blocks = jnp.max(jnp.where(active, -(-position // S) - skipped, 0))
 
     def attend(q, k, v, layer, carried):
         k, v = as_stored(cache, k), as_stored(cache, v)
-        return decode_attention(q, k, v, cache, layer, table, position, blocks), carried, (k, v)
+        out = decode_attention(q, k, v, cache, layer, table, position, blocks, tiles)
+        return out, carried, (k, v)
 
     def written(_, new):
         k, v = jax.tree.map(lambda x: x[:, :, 0], new)

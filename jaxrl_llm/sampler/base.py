@@ -250,6 +250,7 @@ class SamplerStats:
     prefilled_tokens: int = 0  # really computed by prefill, prompts of preempted rows included
     prefix_hits: int = 0  # completions whose prompt was already in the pages
     dispatches: int = 0
+    shared_reads: int = 0  # dispatches in which rows read the pages that they have in common together
     decode_steps: int = 0
     slot_steps: int = 0  # slots x decode steps
     decoded_tokens: int = 0  # sampled by live rows, also past a stop string

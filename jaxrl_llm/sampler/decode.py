@@ -28,6 +28,7 @@ from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
     PagedCache,
     RaggedCache,
+    Tiles,
     copy_pages,
     read_pages,
     write_pages,
@@ -356,7 +357,7 @@ def free_resource(state: DecodeState, slot: int) -> DecodeState:
 @functools.partial(
     jax.jit, static_argnames=("config", "steps", "truncate", "raw", "top", "support"), donate_argnames="cache"
 )
-def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, raw, top, support):
+def _generate(weights, config, cache, rows, tables, least, tiles, *, steps, truncate, raw, top, support):
     slots = rows["token"].shape[0]
     table, limit, floor, rule = rows["table"], rows["limit"], rows["floor"], rows["rule"]
 
@@ -365,7 +366,7 @@ def _generate(weights, config, cache, rows, tables, least, *, steps, truncate, r
 
     def step(carry):
         t, cache, token, position, active, out = carry
-        pages = decode_step(cache, table, position, active)
+        pages = decode_step(cache, table, position, active, tiles)
         x, cache, routing = _run_layers(
             weights, config, token[:, None], position[:, None], pages, active[:, None]
         )
@@ -436,6 +437,7 @@ def launch(
     state: DecodeState,
     *,
     tables: Tables,
+    tiles: Tiles | None = None,
     steps: int = 8,
     least: int = 1,
     truncate: bool = False,
@@ -448,6 +450,7 @@ def launch(
 
     Args:
       tables: what rows may sample and what ends them.
+      tiles: which rows read the pages that they begin with together; None: none. Changes no bit, see `sharing`.
       steps: most decode steps.
       least: the dispatch ends as soon as fewer rows than this are live: 1 = when all have ended, the number
         of live rows = when the first one has ended (so that another can take its slot).
@@ -458,7 +461,7 @@ def launch(
         name: getattr(state, name)
         for name in ("table", "token", "position", "limit", "floor", "rule", "active", "keys", "sampling")
     }
-    arguments = place((rows, tables, np.int32(max(1, least))), device)
+    arguments = place((rows, tables, np.int32(max(1, least)), tiles), device)
     return Dispatch(
         *_generate(
             weights,

@@ -10,6 +10,10 @@ Attention visits the pages of a row one after the other with an online softmax (
 result of a row is bit for bit the same however many pages its neighbours have, and the work is
 proportional to the longest live row, not to capacity.
 
+Rows that begin with the same pages can read those together: their queries are stacked to a tile, one product of
+which reads a page once for all of them (`Tiles`, made by `sharing`). The softmax of each row goes through its pages
+in the same order as without.
+
 Pages may hold 8-bit numbers with a scale for each token and head. Whoever attends then sees what the pages hold, also
 of tokens that are not there yet, so that it does not matter which of them were computed together.
 
@@ -29,6 +33,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.attention import fold_keys, own_key, scaled_queries, sum_of_weights
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.quantize import DTYPES, Stored, quantize, restore
 
@@ -37,10 +42,12 @@ __all__ = [
     "PagedCache",
     "RaggedCache",
     "Stored",
+    "Tiles",
     "as_stored",
     "chunk_attention",
     "copy_pages",
     "decode_attention",
+    "decode_sums",
     "init_cache",
     "init_ragged_cache",
     "pages_for",
@@ -96,6 +103,23 @@ class RaggedCache:
     def page_size(self) -> int:
         """S, tokens."""
         return self.kv.shape[2]
+
+
+@flax.struct.dataclass(kw_only=True)
+class Tiles:
+    """Rows that begin with the same pages, which are then read once for each tile and not for each row.
+
+    Up to G rows make a tile, C tiles are computed at once, X times C is the most that there can be.
+    """
+
+    rows: (
+        Any  # i32[X, C, G], the row at each place; unused places hold any row, and nobody reads their result
+    )
+    table: Any  # i32[X, C, W], the pages that all rows of a tile begin with
+    pages: Any  # i32[X, C], how many those are; 0 in an unused tile
+    used: Any  # i32[], so many of the X are computed
+    place: Any  # i32[B], where a row is among the X C G places; any, where its `skip` is 0
+    skip: Any  # i32[B], pages that a row reads in its tile, and not by itself
 
 
 def init_cache(config: ModelConfig, pages: int, page_size: int, kv: str = "compute") -> PagedCache:
@@ -247,7 +271,14 @@ def _page_of_rows(store: Array, layer: Array, page: Array) -> Array:
 
 
 def _visit_pages(
-    cache: PagedCache, layer: Array, table: Array, lengths: Array, blocks: Array, q: Array, carry
+    cache: PagedCache,
+    layer: Array,
+    table: Array,
+    lengths: Array,
+    blocks: Array,
+    q: Array,
+    carry,
+    skip: Array | None = None,
 ) -> tuple[Array, Array, Array]:
     """Folds the pages of each row into an online softmax.
 
@@ -257,23 +288,28 @@ def _visit_pages(
       q: [B, N, Q, K], already scaled, Q queries that share a key/value head.
       carry: (highest score f32[B, N, Q], sum of weights f32[B, N, Q], weighted values f32[B, N, Q, K]);
         must already contain one visible token, so that the highest score is finite.
+      skip: i32[B], pages at the beginning of each row that are not visited; None: none.
     """
     S = cache.page_size
     wide = carry[0].dtype
 
     def body(j, carry):
         high, mass, mixed = carry
-        page = jax.lax.dynamic_index_in_dim(table, j, axis=1, keepdims=False)
+        if skip is None:
+            page = jax.lax.dynamic_index_in_dim(table, j, axis=1, keepdims=False)
+            visible = j * S + jnp.arange(S) < lengths[:, None]
+        else:
+            page = jnp.take_along_axis(table, (skip + j)[:, None], axis=1, mode="clip")[:, 0]
+            visible = (skip + j)[:, None] * S + jnp.arange(S) < lengths[:, None]
         k, v = (_page_of_rows(x, layer, page).astype(q.dtype) for x in (cache.k, cache.v))  # [B, N, S, K]
         scores = jnp.einsum("bnqk,bnsk->bnqs", q, k, preferred_element_type=wide)
         if cache.k_scale is not None:
             scores = scores * _page_of_rows(cache.k_scale, layer, page)[:, :, None].astype(wide)
-        visible = j * S + jnp.arange(S) < lengths[:, None]
         scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
         new_high = jnp.maximum(high, jnp.max(scores, axis=-1))
         rescale = jnp.exp(high - new_high)
         weights = jnp.exp(scores - new_high[..., None])
-        mass = mass * rescale + jnp.sum(weights, axis=-1)
+        mass = mass * rescale + sum_of_weights(weights.astype(v.dtype))
         if cache.v_scale is not None:
             weights = weights * _page_of_rows(cache.v_scale, layer, page)[:, :, None].astype(wide)
         mixed = mixed * rescale[..., None] + jnp.einsum(
@@ -282,6 +318,59 @@ def _visit_pages(
         return new_high, mass, mixed
 
     return jax.lax.fori_loop(0, blocks, body, carry)
+
+
+def _visit_tiles(
+    cache: PagedCache, layer: Array, tiles: Tiles, q: Array, carry
+) -> tuple[Array, Array, Array]:
+    """`_visit_pages` for the pages that rows read in tiles: the carry of each row after its first `tiles.skip`."""
+    B, N, Q, _ = q.shape
+    X, C, G = tiles.rows.shape
+
+    def tiled(x):  # [B, N, Q, ...] -> [X, C, N, G Q, ...]
+        x = jnp.swapaxes(x[tiles.rows], 2, 3)
+        return x.reshape(X, C, N, G * Q, *x.shape[5:])
+
+    def of_rows(x, before):
+        x = jnp.swapaxes(x.reshape(X, C, N, G, Q, *x.shape[4:]), 2, 3)
+        x = x.reshape(X * C * G, N, Q, *x.shape[5:])[tiles.place]
+        return jnp.where((tiles.skip > 0).reshape(B, *[1] * (x.ndim - 1)), x, before)
+
+    def body(i, carry):
+        queries, table, pages, now = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False),
+            (q_tiled, tiles.table, tiles.pages, carry),
+        )
+        now = _visit_pages(cache, layer, table, pages * cache.page_size, jnp.max(pages), queries, now)
+        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0), carry, now)
+
+    q_tiled = tiled(q)
+    after = jax.lax.fori_loop(0, tiles.used, body, jax.tree.map(tiled, carry))
+    return jax.tree.map(of_rows, after, carry)
+
+
+def decode_sums(
+    q: Array,
+    k: Array | Stored,
+    v: Array | Stored,
+    cache: PagedCache,
+    layer: Array,
+    table: Array,
+    lengths: Array,
+    blocks: Array,
+    tiles: Tiles | None = None,
+) -> tuple[Array, Array]:
+    """(sum of weights f32[B, N, G], weighted values f32[B, N, G, K]), whose ratio is `decode_attention`."""
+    B, _, H, K = q.shape
+    k, v = (_seen(as_stored(cache, x), q.dtype) for x in (k, v))
+    N = k.shape[2]
+    q_BNGK = scaled_queries(q).reshape(B, N, H // N, K)
+    carry = own_key(q_BNGK, k.reshape(B, N, 1, K), v.reshape(B, N, 1, K))
+    skip = None
+    if tiles is not None:
+        carry, skip = _visit_tiles(cache, layer, tiles, q_BNGK, carry), tiles.skip
+    _, mass, mixed = _visit_pages(cache, layer, table, lengths, blocks, q_BNGK, carry, skip)
+    return mass, mixed
 
 
 def decode_attention(
@@ -293,23 +382,18 @@ def decode_attention(
     table: Array,
     lengths: Array,
     blocks: Array,
+    tiles: Tiles | None = None,
 ) -> Array:
     """Attention of one new token a row to itself and to the tokens in its pages; [B, 1, H, K].
 
     Args:
       q: [B, 1, H, K]; k, v: [B, 1, N, K] of the new token (not yet in the pages).
-      table, lengths, blocks: as in `_visit_pages`.
+      table, lengths: as in `_visit_pages`.
+      blocks: i32[], pages that a row visits by itself.
+      tiles: what rows read together; None: nothing.
     """
     B, _, H, K = q.shape
-    k, v = (_seen(as_stored(cache, x), q.dtype) for x in (k, v))
-    N = k.shape[2]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q_BNGK = (q * K**-0.5).astype(q.dtype).reshape(B, N, H // N, K)
-    own = jnp.sum(q_BNGK.astype(wide) * k.reshape(B, N, 1, K).astype(wide), axis=-1)
-    mixed = jnp.broadcast_to(v.reshape(B, N, 1, K).astype(wide), q_BNGK.shape)
-    _, mass, mixed = _visit_pages(
-        cache, layer, table, lengths, blocks, q_BNGK, (own, jnp.ones_like(own), mixed)
-    )
+    mass, mixed = decode_sums(q, k, v, cache, layer, table, lengths, blocks, tiles)
     return (mixed / mass[..., None]).astype(q.dtype).reshape(B, 1, H, K)
 
 
@@ -334,17 +418,23 @@ def chunk_attention(
     N = k.shape[2]
     G = H // N
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    q = (q * K**-0.5).astype(q.dtype)
+    q = scaled_queries(q)
     q_BNQK = q.reshape(B, C, N, G, K).transpose(0, 2, 3, 1, 4).reshape(B, N, G * C, K)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, N, C, K]
-    scores = jnp.einsum("bnqk,bnsk->bnqs", q_BNQK, k, preferred_element_type=wide)
-    visible = jnp.tile(jnp.tril(jnp.ones((C, C), bool)), (G, 1))
-    scores = jnp.where(visible, scores, -jnp.inf)
-    high = jnp.max(scores, axis=-1)
-    weights = jnp.exp(scores - high[..., None])
-    mixed = jnp.einsum("bnqs,bnsk->bnqk", weights.astype(v.dtype), v, preferred_element_type=wide)
-    carry = (high, jnp.sum(weights, axis=-1), mixed)
-    _, mass, mixed = _visit_pages(cache, layer, table, starts, blocks, q_BNQK, carry)
+    own = own_key(q_BNQK, jnp.tile(k, (1, 1, G, 1)), jnp.tile(v, (1, 1, G, 1)))
+    carry = _visit_pages(cache, layer, table, starts, blocks, q_BNQK, own)
+    S = cache.page_size
+    k_pages, v_pages = (x.reshape(B, N, C // S, S, K).transpose(2, 0, 1, 3, 4) for x in (k, v))
+    place = jnp.tile(jnp.arange(C), G)[:, None]
+
+    def body(j, carry):
+        k, v = k_pages[j], v_pages[j]
+        scores = jnp.einsum("bnqk,bnsk->bnqs", q_BNQK, k, preferred_element_type=wide)
+        return fold_keys(carry, jnp.where(j * S + jnp.arange(S) < place, scores, -jnp.inf), v)
+
+    # As pages that are in the cache already, and by a loop that stays one, so that the products are those of decoding.
+    pages = jax.lax.optimization_barrier(jnp.int32(C // S))
+    _, mass, mixed = jax.lax.fori_loop(0, pages, body, carry)
     out = (mixed / mass[..., None]).astype(q.dtype)
     return out.reshape(B, N, G, C, K).transpose(0, 3, 1, 2, 4).reshape(B, C, H, K)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
-from jaxrl_llm.sampler.engine import Engine, Event, Pages
+from jaxrl_llm.sampler.engine import Carried, Engine, Event, Pages
 from jaxrl_llm.sampler.prefix_cache import page_names
 from jaxrl_llm.types import Prompt
 
@@ -157,18 +157,34 @@ class Replicas:
         names = page_names(np.asarray(prompt.tokens), self._page_size)
         replica = self._route(names, session)
         ids = self._engines[replica].submit(prompt, sampling, priority=priority)
-        for name in ([("session", session)] if session is not None else []) + names:
-            self._known[name] = replica
-            self._known.move_to_end(name)
-        while len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        wholes = list(range(self._next_id, self._next_id + len(ids)))
-        self._next_id += len(ids)
-        self._load[replica] += len(ids)
-        for whole, id in zip(wholes, ids, strict=True):
-            self._ids[whole] = replica, id
-            self._wholes[replica][id] = whole
-        return wholes
+        if session is not None:
+            self._remember([("session", session)], replica)
+        self._remember(names, replica)
+        return self._registered(replica, ids)
+
+    def unfinished(self) -> list[tuple[int, Carried]]:
+        """`Engine.unfinished` of every replica, one replica after the other."""
+        return [
+            (self._wholes[i][id], carried)
+            for i, engine in enumerate(self._engines)
+            for id, carried in engine.unfinished()
+        ]
+
+    def begun_at(self) -> dict[int, int]:
+        """`Engine.begun_at` of all replicas."""
+        return {
+            self._wholes[i][id]: version
+            for i, engine in enumerate(self._engines)
+            for id, version in engine.begun_at().items()
+        }
+
+    def resume(self, carried: Carried, sampling: SamplingParams) -> int:
+        """`Engine.resume` in one of the replicas, chosen as for a new prompt: the same state gives the same places."""
+        names = page_names(np.asarray(carried.so_far.prompt.tokens), self._page_size)
+        replica = self._route(names, None)
+        id = self._engines[replica].resume(carried, sampling)
+        self._remember(names, replica)
+        return self._registered(replica, [id])[0]
 
     def check(self, prompts: list[Prompt], sampling: SamplingParams) -> None:
         """`Engine.check`; the replicas are alike."""
@@ -212,6 +228,23 @@ class Replicas:
         if wanted is None or self._load[wanted] - self._load[least] > self._imbalance:
             return least
         return wanted
+
+    def _remember(self, names: Sequence[Any], replica: int) -> None:
+        for name in names:
+            self._known[name] = replica
+            self._known.move_to_end(name)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def _registered(self, replica: int, ids: Sequence[int]) -> list[int]:
+        """Numbers, as a whole, of requests that a replica has taken."""
+        wholes = list(range(self._next_id, self._next_id + len(ids)))
+        self._next_id += len(ids)
+        self._load[replica] += len(ids)
+        for whole, id in zip(wholes, ids, strict=True):
+            self._ids[whole] = replica, id
+            self._wholes[replica][id] = whole
+        return wholes
 
     def _forget(self, replica: int, inner: int) -> None:
         whole = self._wholes[replica].pop(inner)

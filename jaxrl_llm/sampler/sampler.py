@@ -18,6 +18,7 @@ from jaxrl_llm.sampler.attention import AttentionPath
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
 from jaxrl_llm.sampler.engine import Engine, attention_of, check_options, check_params
 from jaxrl_llm.sampler.paged_cache import pages_for
+from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.types import Prompt
 
 __all__ = ["Sampler"]
@@ -167,17 +168,21 @@ class Sampler:
         engine.release()
         return [done[id] for ids in groups for id in ids if id in done]
 
-    def engine(self, rows: int) -> Engine:
+    def engine(self, rows: int, devices: Sequence[jax.Device] = ()) -> Engine | Replicas:
         """An engine that lives on, for prompts that are not known yet, without weights.
 
         Args:
           rows: most completions that are submitted to it at a time; it has pages enough for as many as there are
             slots for, each up to the whole context, unless the sampler was given a number of pages.
+          devices: to compute on, each with all slots and a copy of the weights; none: where the weights are.
         """
         width = pages_for(self._max_context, self._options["page_size"])
         pages = self._pages or 1 + width * min(self._options["slots"], rows) + 2 * width
         self._check_memory(pages)
-        return Engine(self.config, pages=pages, table_width=width, **self._options)
+        options: dict[str, Any] = dict(pages=pages, table_width=width, **self._options)
+        if len(devices) > 1:
+            return Replicas(self.config, devices, **options)
+        return Engine(self.config, device=devices[0] if devices else None, **options)
 
     @staticmethod
     def _cut(engine: Engine, ids: list[int], done: dict[int, Completion], keep: int) -> None:

@@ -589,6 +589,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         RecursionError,
     ):  # what a model wrote need not be JSON; the template shows it as it is
         return call
+    if not isinstance(arguments, dict):  # null, 42 or a list: templates go through the names of arguments
+        return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 

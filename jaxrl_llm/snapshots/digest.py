@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["fingerprint", "leaf_records", "named_leaves"]
+__all__ = ["fingerprint", "fingerprint_of", "leaf_records", "named_leaves"]
 
 _MASK = 0xFFFFFFFF
 
@@ -71,8 +71,13 @@ def fingerprint(params: Any) -> str:
     Two trees have the same fingerprint when they hold the same bits under the same names, on whatever
     mesh. This is what a sampler reports about the weights that it really serves.
     """
+    return fingerprint_of(leaf_records(named_leaves(params)))
+
+
+def fingerprint_of(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The fingerprint of a tree whose leaves have these records."""
     total = hashlib.sha256()
-    for name, record in sorted(leaf_records(named_leaves(params)).items()):
+    for name, record in sorted(records.items()):
         total.update(f"{name} {record['dtype']} {record['shape']} {record['digest']}\n".encode())
     return total.hexdigest()[:32]
 

@@ -134,8 +134,10 @@ class Conversation:
         cut), the template's is added and not trained.
         """
         new = tokenizer.next_turn(messages, add_generation_prompt, **options)
-        if len(self) and self.mask[-1] and new and new[0] == self.tokens[-1] and tokenizer.is_special(new[0]):
-            new = new[1:]
+        end = next((i for i, token in enumerate(new) if tokenizer.is_special(token)), None)
+        if end is not None and len(self) and self.mask[-1] and new[end] == self.tokens[-1]:
+            if not tokenizer.decode(new[:end]).strip():  # some templates put a blank before the end of a turn
+                new = new[end + 1 :]
         return self.append_given(new)
 
     def truncate(self, limit: int) -> Conversation:

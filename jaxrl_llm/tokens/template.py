@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from jaxrl_llm.errors import InputError
 
@@ -24,6 +24,36 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+_MOST = (
+    1_000_000  # characters of a text, entries of a list, bits of a number that a template may multiply up to
+)
+
+
+def _size(value: Any) -> int:
+    return value.bit_length() if isinstance(value, int) else len(value)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which a template cannot fill the memory with one product or power either."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context, operator: str, left: Any, right: Any) -> Any:
+        sized = isinstance(left, int | str | list | tuple) and isinstance(right, int | str | list | tuple)
+        if sized:
+            times = [abs(v) for v in (left, right) if isinstance(v, int)]
+            texts = [len(v) for v in (left, right) if not isinstance(v, int)]
+            if operator == "**" and len(times) == 2:
+                size = _size(left) * times[1]
+            elif operator == "*" and len(times) == len(texts) == 1:
+                size = times[0] * texts[0]
+            else:
+                size = _size(left) + _size(right)
+            if size > _MOST:
+                raise SecurityError(f"{operator} would give more than {_MOST:,} characters, entries or bits")
+        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
@@ -59,7 +89,7 @@ def _strftime_now(form: str) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlocks]
     )
     environment.filters["tojson"] = _tojson

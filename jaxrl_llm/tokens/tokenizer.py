@@ -415,7 +415,7 @@ class Tokenizer:
         messages = [dict(m) for m in messages]
         if not messages:
             raise InputError("chat: no messages.")
-        guard, mark = self._unused_characters([messages, tools, variables], 2)
+        guard, mark, head_mark = self._unused_characters([messages, tools, variables], 3)
         messages, tools, variables = (self._protected(v, guard) for v in (messages, tools, variables))
         if continue_final_message:
             last = messages[-1]
@@ -432,20 +432,7 @@ class Tokenizer:
         if default_system or messages[0].get("role") == "system":
             text = fill(messages, add_generation_prompt)
         else:
-            system = [{"role": "system", "content": "."}]
-            text = fill([*system, *messages], add_generation_prompt)
-            try:
-                head = fill(system, False)
-            except InputError:  # many templates refuse a conversation without a user turn
-                head = None
-            if head is None or not text.startswith(head):
-                raise InputError(
-                    "chat: default_system=False does not work with this template; give template= instead."
-                )
-            bos = self.special.get("bos_token", "")
-            # BOS belongs to the conversation; a marker that opens every turn does not.
-            keep = bos if bos and head.startswith(bos) and not text[len(head) :].startswith(bos) else ""
-            text = keep + text[len(head) :]
+            text = self._without_system(fill, messages, add_generation_prompt, head_mark)
         if continue_final_message:
             if text.count(mark) != 1:
                 raise InputError(
@@ -453,6 +440,35 @@ class Tokenizer:
                 )
             text = text.split(mark)[0]
         return text, guard
+
+    def _without_system(self, fill, messages, add_generation_prompt: bool, mark: str) -> str:
+        """The rendered conversation without the system turn that the template may add by itself.
+
+        Three kinds of templates: those that give a system text a turn of its own (that turn is cut off again), those
+        that put it into the first turn of the user (Llama 2, Gemma) and those that refuse it (Mistral). The last two
+        add none, which for the second is seen from what they make of a system text: it is only inserted.
+        """
+        system = [{"role": "system", "content": mark}]
+        try:
+            text = fill([*system, *messages], add_generation_prompt)
+        except InputError:
+            return fill(messages, add_generation_prompt)
+        try:
+            head = fill(system, False)
+        except InputError:  # many templates refuse a conversation without a user turn
+            head = None
+        if head is not None and text.startswith(head) and mark not in text[len(head) :]:
+            bos = self.special.get("bos_token", "")
+            # BOS belongs to the conversation; a marker that opens every turn does not.
+            keep = bos if bos and head.startswith(bos) and not text[len(head) :].startswith(bos) else ""
+            return keep + text[len(head) :]
+        plain = fill(messages, add_generation_prompt)
+        before = os.path.commonprefix([plain, text])
+        if plain and mark in text and text.endswith(plain[len(before) :]):
+            return plain
+        raise InputError(
+            "chat: default_system=False does not work with this template; give template= instead."
+        )
 
     @staticmethod
     def _unused_characters(values: Any, count: int) -> list[str]:

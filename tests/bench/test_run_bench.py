@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxrl_llm.bench import run_bench
+from jaxrl_llm.bench import loop, run_bench
 from jaxrl_llm.bench.objectives import comparable_recipes
 from jaxrl_llm.bench.rollout import bench_rollout, ragged_lengths, rollout_work
 from jaxrl_llm.bench.update import update_flops
@@ -39,12 +39,23 @@ def test_arguments_are_checked_before_a_model_is_loaded(what, changes, message):
         run_bench(what, **(SMALL | {"model": "no such model"} | changes))
 
 
-def test_an_iteration_is_a_rollout_and_an_update():
+def test_an_iteration_is_a_rollout_and_an_update(monkeypatch):
+    monkeypatch.setattr(loop, "bench_loop", lambda model, **sizes: {"loop_share": sizes["repeats"] / 50})
     out = run_bench("iteration", **SMALL)
     assert out["seconds"] == out["rollout/seconds"] + out["update/seconds"] > 0
     assert out["ratio_to_floor"] == out["seconds"] / out["floor_seconds"]
     assert out["update/trained_tokens"] == 2 * 4 * 8
     assert out["rollout/tokens_per_second"] == pytest.approx(64 / out["rollout/seconds"])
+    assert out["loop/loop_share"] == 1 / 50
+
+
+@pytest.mark.slow
+def test_what_the_loop_itself_costs():
+    sizes = {"prompts": 2, "group": 2, "new_tokens": 4, "context": 64, "micro_batch_rows": 4, "repeats": 1}
+    out = loop.bench_loop("tiny", dtype="float32", **sizes)
+    assert 0 < out["loop_seconds"] < out["step_seconds"]
+    assert out["loop_share"] == out["loop_seconds"] / out["step_seconds"]
+    assert 0 < out["snapshot_seconds"] and 0 < out["snapshot_share"] < 1
 
 
 def test_arithmetic_of_an_update():

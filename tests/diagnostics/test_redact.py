@@ -80,6 +80,10 @@ def test_no_setting_and_no_figure_looks_like_a_secret():
         ('{"api_keys": [\n  "one",\n  ["two]", 3]\n], "b": 2}', '{"api_keys": ***, "b": 2}'),
         ('"token": abc def\nb: 5', '"token": ***\nb: 5'),
         ("x -----BEGIN RSA PRIVATE KEY-----\nMII\nabc=\n-----END RSA PRIVATE KEY----- y", "x *** y"),
+        ("see //user:pw@host/x", "see //***@host/x"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcDEFghi_jkl", "***"),
+        ("to https://hooks.slack.com/services/T0/B0/XXXX now", "to https://*** now"),
+        ("glpat-abcdefghij1234567890", "***"),
         ("using hf_FAKE123", "using ***"),
         ("using hf_abcdefghij", "using ***"),
     ],
@@ -164,6 +168,22 @@ def test_values_of_the_environment_are_hidden_wherever_they_stand():
         assert redact_text(f"so {value} it is", secrets | plain) == "so *** it is"
     for value in plain.values():
         assert redact_text(f"so {value} it is", secrets | plain) == f"so {value} it is"
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        'p&s "w"\\ rd9\u00e9',
+        r"p&s \"w\"\\ rd9\u00e9",  # JSON
+        r"p&s \"w\"\\ rd9" + "\u00e9",
+        repr('p&s "w"\\ rd9\u00e9')[1:-1],
+        "p%26s%20%22w%22%5C%20rd9%C3%A9",  # in a URL
+        "p%26s+%22w%22%5C+rd9%C3%A9",
+        "cCZzICJ3IlwgcmQ5w6k=",  # in a header
+    ],
+)
+def test_values_of_the_environment_are_hidden_however_they_are_spelled(spelled):
+    assert redact_text(f"so {spelled} it is", {"MY_PASSWORD": 'p&s "w"\\ rd9\u00e9'}) == "so *** it is"
 
 
 def test_long_texts_take_no_time():

@@ -333,12 +333,6 @@ def test_a_secret_must_be_set_where_it_is_used(capsys, monkeypatch):
         assert "--secret HF_TOKEN: the variable is not set" in capsys.readouterr().err
 
 
-def test_jaxrl_is_not_started_where_it_would_train_several_times(capsys):
-    for arguments in (["--num-processes", "2", *BASE], QUEUED):
-        assert tpu_run.main(arguments) == 2
-        assert "processes yet: each would train alone, in the same run folder" in capsys.readouterr().err
-
-
 def test_a_config_outside_of_the_repository_is_not_copied(capsys, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("{}")
@@ -369,6 +363,5 @@ def test_the_examples_of_the_readme(capsys):
         assert tpu_run.main(["--dry-run", *arguments]) == 0, line
         out = capsys.readouterr().out
         assert "my_script.py" in out if "--" in arguments else "configs/tiny.yaml" in out
-        assert "does not join" not in out  # what is recommended is started
         seen.add(arguments[arguments.index("--backend") + 1] if "--backend" in arguments else "here")
     assert seen == set(CASES)

@@ -365,3 +365,50 @@ def test_the_certificate_says_what_the_gap_would_be_without_replay():
     assert certificate.passed, certificate.reasons
     assert certificate.unreplayed_mean_gap >= certificate.mean_gap > 0
     assert "own experts" in show_certificate(certificate)
+
+
+@functools.cache
+def four_experts(normalize):
+    """(config, program) of a layer of four, of which two are chosen."""
+    config = dataclasses.replace(TINY_MOE, num_experts=4, experts_per_token=2, normalize_gates=normalize)
+    return config, jax.jit(lambda layer, h: expert_mlp(layer, config, h)[0])
+
+
+@pytest.mark.parametrize(
+    "normalize,logits,expected",
+    [
+        (False, [2.0, 1.0, 0.0, -1.0], [0.64391, 0.23688, 0, 0]),  # what is left of the softmax
+        (True, [2.0, 1.0, 0.0, -1.0], [0.73106, 0.26894, 0, 0]),
+        (False, [-1.0, 0.0, 1.0, 2.0], [0, 0, 0.23688, 0.64391]),
+        (True, [3.0, 3.0, 3.0, 3.0], [0.5, 0.5, 0, 0]),  # equal ones: the first
+        (False, [3.0, 3.0, 3.0, 3.0], [0.25, 0.25, 0, 0]),
+        (True, [200.0, -200.0, 0.0, 0.0], [1, 0, 0, 0]),
+    ],
+)
+def test_n19_gates_add_up_to_one_only_where_the_checkpoint_says_so(normalize, logits, expected):
+    """Experts that give 1 in a column of their own, so that the layer's output is its gates."""
+    config, run = four_experts(normalize)
+    F = config.expert_size
+    first = jnp.zeros((4, D, F)).at[:, 0, 0].set(1.0)
+    layer = {
+        "router": jnp.zeros((D, 4)).at[0].set(jnp.asarray(logits)),
+        "expert_gate": first,
+        "expert_up": first,
+        "expert_down": jnp.zeros((4, F, D)).at[jnp.arange(4), 0, jnp.arange(4)].set(1 / jax.nn.silu(1.0)),
+    }
+    h = jnp.zeros((1, 3, D)).at[..., 0].set(1.0)
+    y = run(layer, h)
+    np.testing.assert_allclose(y[0, :, :4], np.tile(expected, (3, 1)), atol=1e-5)
+    assert not np.asarray(y)[..., 4:].any()
+
+
+@pytest.mark.parametrize("given,normalize", [(None, False), (False, False), (True, True)])
+def test_n19_the_folder_says_whether_gates_add_up_to_one(tmp_path, given, normalize):
+    folder = save_hf(TINY_MOE, params(), None, tmp_path / "model")
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw = {k: v for k, v in raw.items() if k != "norm_topk_prob"} | (
+        {} if given is None else {"norm_topk_prob": given}
+    )
+    path.write_text(json.dumps(raw))
+    assert load_model(folder).config.normalize_gates is normalize  # absent: no, as in transformers

@@ -3,13 +3,17 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from jaxrl_llm.cli import main
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.parallel.processes import initialize_processes
+from jaxrl_llm.parallel import processes
+from jaxrl_llm.parallel.processes import check_covers, initialize_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = """
@@ -99,3 +103,46 @@ def test_automatic_asks_jax_to_find_the_others(monkeypatch):
     monkeypatch.setattr("jax.distributed.initialize", lambda *arguments: calls.append(arguments))
     assert initialize_processes({"JAXRL_DISTRIBUTED": "auto"}) is False  # there are none here
     assert calls == [()]
+
+
+def test_every_device_of_every_process_is_in_the_mesh(monkeypatch):
+    check_covers(3)  # one process may leave devices alone
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda *_: 2)
+    devices = jax.device_count()
+    check_covers(devices)
+    for needed in (1, devices + 1):
+        with pytest.raises(
+            InputError, match=rf"takes {needed} devices, and the 2 processes .* have {devices} together"
+        ):
+            check_covers(needed)
+
+
+def test_sigterm_is_handled_by_python_after_joining(monkeypatch):
+    def join(*_):  # JAX's own listener replaces the handler behind Python's back
+        replaced.append(signal.getsignal(signal.SIGTERM))
+
+    def handler(*_):
+        return None
+
+    replaced, set_again = [], []
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        monkeypatch.setattr(jax.distributed, "initialize", join)
+        monkeypatch.setattr(signal, "signal", lambda *arguments: set_again.append(arguments))
+        address = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+        assert initialize_processes(address)
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGTERM, before)
+        jax.config.update("jax_cpu_enable_async_dispatch", True)
+    assert replaced == [handler] and set_again == [(signal.SIGTERM, handler)]
+
+
+@pytest.mark.parametrize("command", [["eval", "tiny"], ["report", "runs/x"], ["objectives"]])
+def test_other_commands_refuse_to_be_one_of_several(monkeypatch, capsys, command):
+    monkeypatch.setattr(processes, "initialize_processes", lambda: True)
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert "only train and sft work as several" in capsys.readouterr().err

@@ -5,7 +5,9 @@ import time
 import pytest
 
 from jaxrl_llm.rewards import (
+    GRADERS,
     after_thinking,
+    answer_line,
     answer_tag,
     first_line,
     grade_boxed,
@@ -75,6 +77,15 @@ def test_r02_the_last_box_wins(text, gold, expected):
         (r"<think>a</think> hm <THINK> \boxed{42}", 0.0),
         ("\u0130</Think> " + r"\boxed{42}", 1.0),  # a letter that is two when it is small
         (r"\boxed{42}", 1.0),  # a model that does not think is graded all the same
+        (r"<thinking>\boxed{42}", 0.0),  # what other models write
+        (r"<think >\boxed{42}", 0.0),
+        (r"[THINK]\boxed{42}", 0.0),
+        ("\u25c1think\u25b7" + r"\boxed{42}", 0.0),
+        (r"<seed:think>\boxed{42}", 0.0),
+        (r"<reasoning>\boxed{42}</reasoning>", 0.0),
+        (r"[THINK]\boxed{41}[/THINK]\boxed{42}", 1.0),
+        (r"<think>\boxed{41}</think >\boxed{42}", 1.0),
+        (r"I think \boxed{42}", 1.0),
     ],
 )
 def test_r04_only_text_after_the_thinking_counts(text, expected):
@@ -121,6 +132,23 @@ def test_r17_the_last_answer_is_used():
     assert grade_tag(text, "7").value == 0.0
     assert grade_tag("<think><answer>7</answer>", "7").value == 0.0
     assert grade_tag("```<answer>7</answer>```", "7").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "text,line",
+    [
+        ("<think>a\nb</think>\n\n106\nx", "106"),
+        (" <think>106</think>", ""),
+        ("<think>106", ""),  # never closed
+        ("106\n<think>a", "106"),
+        ("106", "106"),
+        ("\n106", ""),
+    ],
+)
+def test_r04_the_first_line_is_that_of_the_answer(text, line):
+    assert answer_line(text) == line
+    assert GRADERS["number"].score(text, "106", "").value == float(line == "106")
+    assert GRADERS["line"].score(text, "106", "").value == float(line == "106")
 
 
 def test_first_line():

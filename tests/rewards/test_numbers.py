@@ -56,13 +56,47 @@ from jaxrl_llm.rewards.score import Score
         ("five", None),
         ("5 apples", None),
         ("1 2", None),
-        ("\uff15", None),  # full-width digit
+        ("\uff15", 5),  # full-width digit
+        ("\u0663\u066b\u0665", Fraction(7, 2)),  # Arabic digits and decimal sign
+        ("\u20134", -4),  # an en dash for a minus sign
+        ("\u200b5\ufeff", 5),  # characters of no width
+        ("2\u00bd", Fraction(5, 2)),  # one character for a fraction
+        ("\u00bd", Fraction(1, 2)),
+        ("1\u20442", Fraction(1, 2)),
+        ("10\u00b3", None),  # not 103
+        ("1'234'567", 1234567),
+        ("1'23", None),
+        (r"\text{5}", 5),
+        (r"\mathbf{-5}", -5),
+        (r"35\text{ percent}", Fraction(7, 20)),
+        ("35\uff05", Fraction(7, 20)),
+        (r"\frac{2}{-3}", Fraction(-2, 3)),
+        (r"\frac{-2}{-3}", Fraction(2, 3)),
+        (r"\frac{14}3", Fraction(14, 3)),
+        (r"\frac2{3}", Fraction(2, 3)),
+        (r"\frac{1.5}{2}", Fraction(3, 4)),
+        ("2/-3", Fraction(-2, 3)),
+        ("2 -1/3", None),
+        ("2 1/-3", None),
+        (r"2\frac{1}{-3}", None),
+        ("2 0.5/3", None),
+        (r"\frac{2}{0.0}", None),
+        ("3~1/4", Fraction(13, 4)),
+        (r"1.5\times10^{3}", 1500),
+        (r"2 \cdot 10^{-3}", Fraction(1, 500)),
+        ("6\u00d710^5", 600000),
+        (r"-2 \times 10^2", -200),
+        (r"1 \times 10^{9999}", None),
+        ("10^{10^{10}}", None),
+        ("10^10^10", None),
+        ("11^2", None),
         ("1_000", None),
         ("nan", None),
         ("inf", None),
         ("1e999999999", None),
         ("9**9", None),
-        ("10^2", None),
+        ("10^2", 100),  # an exponent, not a computation
+        ("9^2", None),
         ("3!", None),
         ("1 1/2/3", None),
         ("1 000", 1000),
@@ -182,6 +216,11 @@ HOSTILE = [
     r"\boxed{1/" + "9" * 150 + "e9999}",
     r"\boxed{" + r"\frac{" * 3000 + "1" + "}{2}" * 3000 + "}",
     r"\boxed{__import__('os').system('true')}",
+    r"\boxed{" + r"\text{" * 3000 + "5" + "}" * 3000 + "}",
+    r"\boxed{" + "(" * 9000 + "1," * 9000 + "}",
+    r"\boxed{10^{10^{10}}}",
+    r"\boxed{x=" + "x=" * 9000 + "5}",
+    "<" * 50000 + " " * 50000,
 ]
 
 
@@ -223,6 +262,47 @@ def test_r12_the_same_scores_in_threads_and_asyncio():
         assert list(pool.map(grade_all, range(64))) == [expected] * 64
 
 
+@pytest.mark.parametrize(
+    "a,b,expected",
+    [
+        ("x=5", "5", True),
+        (r"\theta = 5", "5", True),
+        ("x = 1/2", "0.5", True),
+        ("x=5", "y=5", False),  # both name a letter, and not the same
+        ("x=5", "6", False),
+        ("x==5", "5", False),
+        (r"\{1,2\}", r"\{2, 1\}", True),  # a set has no order
+        (r"\{1/2, 3\}", r"\{3, 0.5\}", True),
+        (r"\{1,2\}", r"\{1,3\}", False),
+        (r"\{1,2\}", "(1,2)", False),
+        ("(1/2, 3)", "(0.5,3)", True),
+        ("(1,2)", "(2,1)", False),  # a pair has one
+        ("(1,2)", "[1,2]", False),
+        ("(1,2]", r"\left( 1, 2 \right]", True),
+        ("[(1,2),(3,4)]", "[(1,2),(3,4.0)]", False),  # only lists of numbers are read
+        ("(1,2),(3,4)", "(1,2),(3, 4)", True),
+        ("(A)", "A", True),
+        ("B)", "B", True),
+        (r"\text{(C)}", "C", True),
+        ("(A)", "B", False),
+        ("(a)", "a", False),
+        ("AB", "A", False),
+        ("x^{2}", "x^2", True),
+        ("x^{12}", "x^12", False),  # which is x^1 followed by a 2
+        (r"\sqrt5", r"\sqrt{5}", True),
+        (r"90^\circ", r"90^{\circ}", True),
+        (r"90^\circ", "90\u00b0", True),
+        ("5 cm", "5", False),  # a unit is part of the answer
+        (r"5\text{ cm}", "5 cm", True),
+        (r"\text{yes}", "yes", True),
+    ],
+)
+def test_forms_of_one_answer(a, b, expected):
+    assert answers_equal(a, b) is expected
+    assert answers_equal(b, a) is expected
+    assert grade_boxed(rf"\boxed{{{a}}}", b).value == float(expected)
+
+
 @given(st.text(max_size=40), st.text(max_size=40))
 def test_equality_is_symmetric(a, b):
     assert answers_equal(a, b) == answers_equal(b, a)
@@ -230,7 +310,7 @@ def test_equality_is_symmetric(a, b):
 
 
 @given(
-    st.text(alphabet="0123456789.,/\\frac{} -+%e^$", max_size=30),
+    st.text(alphabet="0123456789.,/\\frac{}()[] -+%e^$=x\u00bd\uff15", max_size=30),
     st.text(alphabet="0123456789./ %", max_size=12),
 )
 def test_equality_of_number_like_texts_is_symmetric(a, b):
@@ -282,6 +362,14 @@ def test_first_line_number_splits_format_from_skill(text, value, form, lenient):
 def test_first_line_exact(text, value, lenient):
     score = first_line_exact(text, "cba")
     assert (score.value, score.parts["lenient"]) == (value, lenient)
+
+
+def test_a_letter_and_its_accent_are_one_however_they_are_encoded():
+    one, two = "caf\u00e9", "cafe\u0301"
+    assert first_line_exact(one, two).value == first_line_exact(two, one).value == 1.0
+    assert first_line_exact(f"a {one}.", two).parts["lenient"] == 1.0
+    assert first_line_exact("cafe", one).value == 0.0
+    assert answers_equal(rf"\text{{{one}}}", two) and not answers_equal(one, "cafe")
 
 
 def test_an_empty_gold_is_never_matched():

@@ -5,21 +5,40 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxrl_llm.recipes import remax
+from jaxrl_llm.rewards.registry import GRADERS
 from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.checks import reward_parts
-from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, sampled_text
+from jaxrl_llm.rollout.collect import collect, graded_text, refilled, rollout_metrics, sampled_text
 from jaxrl_llm.rollout.filters import fill_groups, informative_groups, is_informative, scored_only
 from jaxrl_llm.rollout.pack import pack
-from jaxrl_llm.rollout.task import item_of, make_task, prompt_of
+from jaxrl_llm.rollout.task import Item, item_of, make_task, prompt_of
 from jaxrl_llm.sampler.base import Completion
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
+from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt, StopReason, Trajectory
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_ids[0]
 ADDITION = make_task("addition")
+
+
+def plain_tokenizer(*special):
+    """Bytes, and these control tokens."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([], trainer)
+    return Tokenizer(backend.to_str())
 
 
 def prompt(index=0, visit=0):
@@ -98,6 +117,70 @@ def test_the_reward_sees_only_sampled_text_without_special_tokens():
     assert seen == [" 5", " 5"]
 
 
+BOXED = dataclasses.replace(ADDITION, grader=GRADERS["boxed"])
+
+
+@pytest.mark.parametrize(
+    "ending,prefix,text,expected",
+    [
+        ("<think>\n", "", r"so \boxed{4}", 0.0),  # cut off inside the thought
+        ("<think>", "", r"so \boxed{5}</think> \boxed{4}", 1.0),
+        ("<think>\n\n</think>\n\n", "", r"\boxed{4}", 1.0),  # opened and closed: no thinking asked for
+        ("[THINK] ", "", r"\boxed{4}", 0.0),
+        ("<think>Let me", "<think>Let me", r" see: \boxed{4}", 0.0),  # begun by the task
+        ("<think>Let me", "", r" see: \boxed{4}", 1.0),  # text of a question
+        ("Use <think> tags. answer:", "", r"\boxed{4}", 1.0),  # talked about, not opened
+        ("<think>\n", "other", r"\boxed{4}", 0.0),
+        ("x", "", r"<think>\boxed{4}", 0.0),
+        ("", "", r"\boxed{4}", 1.0),
+    ],
+)
+def test_r04_an_answer_inside_thinking_that_the_prompt_opened_earns_nothing(ending, prefix, text, expected):
+    tokenizer = plain_tokenizer()
+    payload = Item(messages=({"role": "user", "content": "2 + 2"},), answer="4", prefix=prefix).payload()
+    ids = np.asarray(tokenizer.encode(f"Some <thinking> question. {ending}"), np.int32)
+    asked = Prompt(uid="p", tokens=ids, task="addition", payload=payload)
+    tokens = np.asarray(tokenizer.encode(text), np.int32)
+    n = len(tokens)
+    answer = Completion(
+        prompt=asked,
+        index=0,
+        tokens=tokens,
+        logprobs=np.zeros(n, np.float32),
+        stop=StopReason.LENGTH,
+        versions=np.zeros(n, np.int32),
+        kv_versions=np.zeros(n, np.int32),
+    )
+    (t,), _ = collect([answer], BOXED, tokenizer)
+    assert t.reward == expected
+
+
+def test_r04_thinking_tags_that_are_control_tokens_are_seen_by_the_reward():
+    """They are not in the text for people, which ends before the stop string."""
+    tokenizer = plain_tokenizer("[THINK]", "[/THINK]", "<eot>")
+
+    def graded(text, shown=None):
+        ids = tokenizer.encode(text, allow_special=True)
+        n = len(ids)
+        answer = Completion(
+            prompt=prompt(),
+            index=0,
+            tokens=np.asarray(ids, np.int32),
+            logprobs=np.zeros(n, np.float32),
+            stop=StopReason.LENGTH if shown is None else StopReason.STOP_STRING,
+            versions=np.zeros(n, np.int32),
+            kv_versions=np.zeros(n, np.int32),
+            text=shown,
+        )
+        return graded_text(answer, tokenizer)
+
+    assert tokenizer.decode(tokenizer.encode("[THINK]a<eot>", allow_special=True)) == "a"
+    assert graded("[THINK]a<eot>") == "[THINK]a"
+    assert graded("[THINK]a[/THINK]b<eot>") == "[THINK]a[/THINK]b"
+    assert graded("[THINK]a[/THINK]b###c", shown="ab") == "[THINK]a[/THINK]b"
+    assert graded("b###c<eot>", shown="b") == "b"
+
+
 def test_several_tasks():
     copy = make_task("copy")
     other = prompt_of(copy, copy.split("train", 0).item(0), TOKENIZER, uid="c")
@@ -124,6 +207,28 @@ def test_r12_errors_are_none_with_a_reason_and_counted():
     assert "RuntimeError: verifier crashed" in trajectories[0].reason and trajectories[1].reason == "timeout"
     assert metrics["reward/errors"] == 4 and metrics["reward/no_signal"] == 0.8
     assert metrics["reward/mean"] == metrics["reward/accuracy"] == 1.0  # a failure of the verifier is no 0
+
+
+@pytest.mark.parametrize(
+    "given,reward,part",
+    [
+        (Score(0.5, {"form": 0.5}), 0.5, 0.5),
+        (Score(True, {"form": np.float32(1)}), 1.0, 1.0),
+        (Score(np.float64(0.25), {"form": None}), 0.25, None),
+        (Score(float("nan"), {"form": float("nan")}), None, None),
+        (Score(float("-inf"), {"form": float("inf")}), None, None),
+        (Score(10**400, {"form": "1"}), None, None),
+        (Score("1"), None, None),
+        (1.0, None, None),
+        (None, None, None),
+    ],
+)
+def test_r12_what_is_no_finite_number_is_no_reward(given, reward, part):
+    task = dataclasses.replace(ADDITION, grader=ADDITION.grader._replace(score=lambda *_: given))
+    (t,), metrics = collect([completion(" 3", prompt())], task, TOKENIZER, parts=("form",))
+    assert t.reward == reward and t.rewards["form"] == part
+    assert metrics["reward/errors"] == float(reward is None) and np.isfinite(list(metrics.values())).all()
+    assert bool(t.reason) == (reward is None)
 
 
 def test_r16_tool_output_is_not_the_models_answer():

@@ -49,6 +49,15 @@ def test_line_ends_and_byte_order_marks(tmp_path, end, encoding):
         (b'{"messages": [{"role": "robot", "content": "x"}], "answer": "1"}', ("line 1", "robot")),
         (b'{"messages": [{"role": "user"}], "answer": "1"}', ("line 1", "content")),
         (b'{"messages": [{"role": "system", "content": "x"}], "answer": "1"}', ("line 1", "user")),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": [1]}], '
+            b'"answer": "1"}',
+            ("line 1", "tool_calls", "not read"),
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "y", "reasoning_content": "z"}], "answer": "1"}',
+            ("line 1", "reasoning_content"),
+        ),
         (b'{"prompt": "a", "answer": "\xff"}', ("UTF-8", "byte")),
         ("{}".encode("utf-16"), ("UTF-8",)),
         (b"[" * 100_000, ("line 1", "not valid JSON")),

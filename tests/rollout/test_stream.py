@@ -47,9 +47,9 @@ def sampling(**changes):
     )
 
 
-def stream(source, schedule, judge=judge, **changes):
+def stream(source, schedule, judge=judge, devices=(), **changes):
     sampler = Sampler(TINY, slots=8, page_size=4, max_context=32, steps_per_dispatch=2)
-    return Stream(lambda: sampler.engine(64), source, judge, sampling(**changes), schedule)
+    return Stream(lambda: sampler.engine(64, devices), source, judge, sampling(**changes), schedule)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,16 @@ def plan(**changes):
 
 def batches(of, weights, number, start=0):
     return [of.next_batch(weights(version), version) for version in range(start, start + number)]
+
+
+def ahead(of, weights, number, start=0):
+    """Batches of which each is sampled after the one before it was taken, under the weights of that one's step."""
+    found = []
+    for version in range(start, start + number):
+        found.append(of.next_batch(weights(version), version))
+        of.serve(weights(version), version)
+        of.advance(version + 1)
+    return found
 
 
 def uids(found):
@@ -152,6 +162,45 @@ def test_a_stream_that_is_saved_goes_on_as_the_one_that_was_not_stopped(weights,
     second = stream(Prompts(data["cursor"]), plan(**changes), n=SAMPLES + 1)
     second.restore(StreamState.of(data["state"]))
     resumed = batches(second, weights, 3, start=3)
+    for (mine, figures), (theirs, others) in zip(went_on, resumed, strict=True):
+        assert same(mine, theirs)
+        assert figures == others
+    assert first.ledger.state() == second.ledger.state()
+    assert first.ticks == second.ticks
+
+
+@pytest.mark.parametrize("swap", ["keep", "drain"])
+def test_ahead_no_batch_waits_and_none_is_too_old(weights, swap):
+    of = stream(Prompts(), plan(ahead=True, swap=swap))
+    found = ahead(of, weights, 6)
+    assert of.state().ready  # the next batch, which has not been taken
+    for version, (trajectories, figures) in enumerate(found):
+        ages = [version - t.version[t.mask] for t in trajectories]
+        assert min(a.min() for a in ages) >= min(
+            version, 1
+        )  # from the weights before, but for the first batch
+        assert max(a.max() for a in ages) <= 2
+        assert figures["rollout/ticks"] > 0
+    assert len(uids(found)) == len(set(uids(found))) * SAMPLES == 6 * GROUPS * SAMPLES
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_stream_that_is_saved_ahead_goes_on_as_the_one_that_was_not_stopped(weights, devices):
+    places = jax.devices()[1 : 1 + devices]
+    source = Prompts()
+    first = stream(source, plan(ahead=True), devices=places, n=SAMPLES + 1)
+    ahead(first, weights, 3)
+    state = first.state()
+    assert state.rows and len(state.ready) >= GROUPS and state.taken_at < state.ticks
+    text = json.dumps({"state": state.as_data(), "cursor": source.cursor})
+    first.restore(state)
+    went_on = ahead(first, weights, 3, start=3)
+
+    data = json.loads(text)
+    second = stream(Prompts(data["cursor"]), plan(ahead=True), devices=places, n=SAMPLES + 1)
+    second.restore(StreamState.of(data["state"]))
+    resumed = ahead(second, weights, 3, start=3)
+    assert [figures["rollout/barrier"] for _, figures in went_on] == [1, 0, 0]
     for (mine, figures), (theirs, others) in zip(went_on, resumed, strict=True):
         assert same(mine, theirs)
         assert figures == others
@@ -268,6 +317,8 @@ def test_ages_of_tokens():
         ({"max_age": -1}, "max_age must be at least 0"),
         ({"in_flight": 2}, r"in_flight must be in \[3, 9\]"),
         ({"in_flight": 10}, r"in_flight must be in \[3, 9\]"),
+        ({"in_flight": 7, "ahead": True}, r"in_flight must be in \[3, 6\]"),
+        ({"max_age": 0, "ahead": True}, "ahead needs max_age of at least 1"),
     ],
 )
 def test_schedules_that_cannot_be(changes, message):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import TINY
+from jaxrl_llm.models import config
 from jaxrl_llm.models.decoder import forward, head_weight
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
@@ -22,6 +22,8 @@ from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
+# With 4 query heads for a key head and pages of 8, rows may read common pages together (`sharing.same_bits`).
+TINY = dataclasses.replace(config.TINY, num_heads=8)
 OPTIONS = dict(slots=4, pages=40, page_size=8, max_context=96, prefill_chunk=16, prefill_rows=2)
 
 
@@ -202,6 +204,7 @@ def test_a_busy_afternoon_preempts_reuses_and_swaps():
     ]
     stats = drive(actions, "keep", {**TIGHT, "pages": 20})
     assert stats.preemptions > 0 and stats.reused_tokens > 0 and stats.swaps == 2 and stats.cancelled == 1
+    assert 0 < stats.shared_reads < stats.dispatches
 
 
 @pytest.mark.parametrize("calls", [None, 1])
@@ -237,6 +240,34 @@ def test_a_swap_returns_the_fingerprint_and_refuses_other_weights():
         made.swap({"embed": params(0)["embed"]})
     with pytest.raises(InputError, match='pages must be "keep" or "recompute"'):
         made.swap(params(0), pages="drop")
+
+
+def without(tree, path):
+    """The tree less one leaf."""
+    name, *rest = path
+    return {k: without(v, rest) if k == name and rest else v for k, v in tree.items() if rest or k != name}
+
+
+def test_d05_weights_that_lack_a_tensor_are_refused_and_the_version_stays():
+    """Each of them, missing or half sent: nothing of the rest is taken over, and what was served goes on."""
+    made = engine(0)
+    served = jax.tree.map(np.asarray, made._weights)
+    leaves = [
+        ([entry.key for entry in path], leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params(1))[0]
+    ]
+    assert len(leaves) > 8
+    for path, _ in leaves:
+        lacking = without(params(1), path)
+        assert len(jax.tree.leaves(lacking)) == len(leaves) - 1
+        half = jax.tree_util.tree_map_with_path(
+            lambda p, x, path=path: x[: len(x) // 2] if [e.key for e in p] == path else x, params(1)
+        )
+        for wrong in (lacking, half):
+            with pytest.raises(InputError, match=f"params do not fit .*{path[-1]}.* is"):
+                made.swap(wrong, version=1)
+    assert made.version == 0 and made.stats.swaps == 0
+    jax.tree.map(np.testing.assert_array_equal, made._weights, served)
 
 
 def test_s07_found_prefixes_are_of_the_weights_that_are_served():

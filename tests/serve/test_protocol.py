@@ -1,5 +1,6 @@
 """What may be asked: fields, their types and ranges, and what becomes of them."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -202,6 +203,32 @@ def test_content_in_parts_and_arguments_of_calls_reach_the_template(bytes_tokeni
     assert text(tool_choice="none").startswith("<|im_start|>user")
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
     assert text(messages=begun, continue_final_message=True, tools=None).endswith("assistant\nSo")
+
+
+@pytest.mark.parametrize(
+    "arguments,shown",
+    [
+        ('{"city": "Oslo"}', "Oslo"),
+        ('{"city": "Oslo"', '"{"city": "Oslo""'),  # cut off
+        ("null", '"null"'),
+        ("[1,2]", '"[1,2]"'),
+        ("42", '"42"'),
+        ("", '""'),
+    ],
+)
+def test_u04_only_objects_are_arguments_of_calls(bytes_tokenizer, served, arguments, shown):
+    """Everything else that a model wrote is shown as the text that it is."""
+    tokenizer = copy.copy(bytes_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{% set a = c.function.arguments %}"
+        "{% if a is string %}\"{{ a }}\"{% else %}{{ a['city'] }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    served = dataclasses.replace(
+        served, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, max_context=500
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    assert tokenizer.decode(parse_chat(body, served, LIMITS).prompts[0]) == shown
 
 
 def test_token_ids_in(served):

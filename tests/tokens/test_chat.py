@@ -52,11 +52,19 @@ def test_a_template_may_refuse_messages():
         "{{ cycler.__init__.__globals__.os.system('true') }}",
         "{% for i in range(999999999) %}x{% endfor %}",
         "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [1] * 10000000000 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 9 ** 300000 * 9 ** 300000 }}",
     ],
 )
 def test_x02_the_sandbox_holds(attack):
     with pytest.raises(InputError, match="chat template: (SecurityError|OverflowError|UndefinedError)"):
         _render(attack)
+
+
+def test_templates_may_calculate():
+    assert _render("{{ 2 * 3 ** 2 }}{{ '-' * 3 }}{{ 2 ** 0.5 > 1.4 }}{{ 1.5 * 2 }}") == "18---True3.0"
 
 
 def test_template_equals_plain_concatenation(chatml):
@@ -83,6 +91,49 @@ def test_default_system_turn_can_be_left_out(chatml, with_bos):
     )
     with pytest.raises(InputError, match="default_system=False does not work with this template"):
         chatml.chat(USER, template=merged, default_system=False)
+
+
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+FOLDS = (
+    "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set head = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}" + ALTERNATE + "{{ bos_token if m.role == 'user' else ' ' }}"
+    "{{ (head if loop.first else '') + m.content }}{{ '' if m.role == 'user' else ' ' + eos_token }}{% endfor %}"
+)
+REFUSES = (
+    "{{ bos_token }}{% for m in messages %}" + ALTERNATE + "{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
+)
+DATED = (
+    "{{ bos_token }}<|im_start|>system\nToday is Monday. {{ messages[0].content if messages[0].role == 'system' }}"
+    "<|im_end|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
+FOLDS_A_DEFAULT = (
+    "{% if messages[0].role == 'system' %}{% set head = messages[0].content %}{% set turns = messages[1:] %}"
+    "{% else %}{% set head = 'Be safe.' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{{ (head if loop.first else '') + m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template,expected",
+    [
+        (FOLDS, "<|endoftext|>hi"),  # as Llama 2 and Gemma: a system text goes into the user's turn
+        (REFUSES, "<|endoftext|>hi"),  # as Mistral
+        (DATED, "<|endoftext|><|im_start|>hi<|im_end|>"),  # as Llama 3.1: the turn is there without a text
+    ],
+)
+def test_without_a_system_turn_nothing_is_put_in_its_place(with_bos, template, expected):
+    tokenizer = with_bos(template)
+    assert tokenizer.render_chat(USER, default_system=False) == expected
+    assert tokenizer.chat(USER, default_system=False).count(tokenizer.bos_id) == 1
+    begun = [*USER, {"role": "assistant", "content": "It"}]
+    assert "." not in tokenizer.render_chat(begun, continue_final_message=True, default_system=False)
+
+
+def test_a_default_system_text_that_cannot_be_left_out_is_an_error(with_bos):
+    with pytest.raises(InputError, match="default_system=False does not work with this template"):
+        with_bos(FOLDS_A_DEFAULT).chat(USER, default_system=False)
 
 
 def test_begun_assistant_turn_is_continued(chatml):

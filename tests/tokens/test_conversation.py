@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.tokens.conversation import Conversation
+from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.types import Prompt, StopReason, TokenBatch
 
 
@@ -71,6 +72,51 @@ def test_t06_headers_of_the_template_are_not_trained(chatml):
     # The sampled end of turn is not repeated, and the ids equal those of one rendering of everything.
     whole = [*user, {"role": "assistant", "content": "It is 7."}, {"role": "user", "content": "And 5 + 5?"}]
     assert conversation.tokens.tolist() == chatml.chat(whole)
+
+
+def test_t01_an_end_of_turn_with_a_blank_before_it_is_not_repeated(with_bos):
+    """The template of Llama 2 writes " </s>" after an answer; the policy wrote the </s> alone."""
+    template = (
+        "{% for m in messages %}{{ bos_token if m.role == 'user' else ' ' }}{{ m.content }}"
+        "{{ '' if m.role == 'user' else ' ' + eos_token }}{% endfor %}"
+    )
+    tokenizer = with_bos(template)
+    start = Conversation.start(tokenizer.chat([{"role": "user", "content": "hi"}]))
+    sampled = [*tokenizer.encode("yes"), tokenizer.eos_ids[0]]
+    after = start.append_sampled(sampled, np.zeros(len(sampled)), 0).append_turns(
+        tokenizer, [{"role": "user", "content": "go"}]
+    )
+    assert tokenizer.decode(after.tokens, False) == "<|endoftext|>hiyes<|im_end|><|endoftext|>go"
+    cut = start.append_sampled(sampled[:-1], np.zeros(len(sampled) - 1), 0).append_turns(
+        tokenizer, [{"role": "user", "content": "go"}]
+    )
+    assert tokenizer.decode(cut.tokens, False) == "<|endoftext|>hiyes <|im_end|><|endoftext|>go"
+    assert not cut.mask[-1] and cut.mask.sum() == len(sampled) - 1
+
+
+def test_t05_a_template_that_forgets_thoughts_changes_no_sampled_token(backend_json):
+    """Rendering the history again would drop <think>…</think> of earlier turns; every row is what the sampler saw."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = Tokenizer(backend_json, special={"eos_token": "<|im_end|>"}, chat_template=template)
+    user = [{"role": "user", "content": "A?"}]
+    first = tokenizer.chat(user)
+    thought = [*tokenizer.encode("<think>x</think>A", allow_special=True), tokenizer.eos_ids[0]]
+    one = Conversation.start(first).append_sampled(thought, np.zeros(len(thought)), 0)
+    two = one.append_turns(tokenizer, [{"role": "user", "content": "B"}])
+    second = two.tokens.tolist()  # the prompt of the next turn, as the sampler gets it
+    assert second[: len(one)] == first + thought
+    again = [*user, {"role": "assistant", "content": "<think>x</think>A"}, {"role": "user", "content": "B"}]
+    assert second != tokenizer.chat(again)
+    both = two.append_sampled([7, tokenizer.eos_ids[0]], np.zeros(2), 1)
+    # Every trained token follows exactly the ids that it was sampled after, and is trained once.
+    seen = {0: (first, thought), 1: (second, [7, tokenizer.eos_ids[0]])}
+    for version, (prompt, sampled) in seen.items():
+        at = np.flatnonzero(both.version == version)
+        assert both.tokens[at].tolist() == sampled and both.tokens[: at[0]].tolist() == prompt
+    assert both.mask.sum() == len(thought) + 2
 
 
 def test_sampled_ids_are_never_encoded_again(chatml):

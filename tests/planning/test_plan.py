@@ -1,0 +1,164 @@
+"""The parts of `jaxrl plan` that need no compiler for TPUs: shapes by name, meshes, the search's formula, errors."""
+
+import glob
+import math
+import re
+import sys
+
+import pytest
+
+from jaxrl_llm.cli import main
+from jaxrl_llm.config import load_config, parse_config
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, topology_of
+from jaxrl_llm.planning.known import shape_of
+from jaxrl_llm.planning.programs import forward_flops, workload_of
+from jaxrl_llm.planning.search import candidates
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-1.7B", 1.721),
+        ("Qwen/Qwen3-8B", 8.191),
+        ("Qwen/Qwen3-30B-A3B", 30.532),
+        ("meta-llama/Meta-Llama-3-8B", 8.030),
+        ("meta-llama/Meta-Llama-3-8B-Instruct@main", 8.030),
+    ],
+)
+def test_shapes_are_known_by_name_and_have_the_published_number_of_parameters(name, billions):
+    model = shape_of(f"hf://{name}", "bfloat16")
+    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+    assert model.dtype == "bfloat16"
+
+
+def test_a_model_that_is_not_known_is_refused_with_what_to_give_instead():
+    with pytest.raises(InputError, match=r"Did you mean Qwen/Qwen3-8B\?.*config\.json"):
+        shape_of("hf://Qwen/Qwen3-8b", "bfloat16")
+
+
+def test_the_shape_of_a_folder_needs_its_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32, '
+        '"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}'
+    )
+    assert shape_of(str(tmp_path), "float32").hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--topology", "v5q:4x4"), r"no such kind of TPU.*Did you mean v5"),
+        (("--topology", "v5p"), r"KIND:SHAPE"),
+        (("--topology", "v5p:4by4"), r"two or three sizes"),
+        (("--topology", "v5p:4x4x4", "--slices", "0"), r"--slices"),
+        (("--topology", "v5p:4x4x4", "--programs", "updat"), r"no program 'updat'"),
+        (("--topology", "v5p:4x4x4", "--set", "objective=dpo"), r"jaxrl sft"),
+        (("--topology", "v5p:4x4x4", "--set", "model.source=hf://no/such"), r"not built in"),
+    ],
+)
+def test_bad_input_ends_with_code_2_before_anything_is_compiled(capsys, arguments, told):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "configs/tiny.yaml", *arguments])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert re.search(told, shown.err), shown.err
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "configs/tiny.yaml", "--topology", "v5e:2x2"])
+    assert ended.value.code == 2
+    assert "pip install 'jaxrl-llm[tpu]'" in capsys.readouterr().err
+    with pytest.raises(InputError, match="libtpu"):
+        topology_of("v5e:2x2")
+
+
+class Device:
+    """As much of a device as a mesh reads."""
+
+    platform, device_kind, process_index = "fake", "fake", 0
+
+    def __init__(self, number, slice_index=0):
+        self.id, self.slice_index = number, slice_index
+
+
+def topology(chips, kind="v5p", slices=1):
+    devices = tuple(Device(n, n * slices // chips) for n in range(chips))
+    return Topology(f"{kind}:fake", CHIPS[kind], slices, devices)
+
+
+def test_a_mesh_that_does_not_take_all_chips_is_refused_with_sizes_that_do():
+    with pytest.raises(InputError, match="takes 8 devices.*has 16.*mesh.fsdp=16"):
+        device_mesh(topology(16), {"data": 1, "fsdp": 4, "tensor": 2})
+    with pytest.raises(InputError, match="2 slices must divide mesh.data"):
+        device_mesh(topology(16, slices=2), {"data": 1, "fsdp": 8, "tensor": 2})
+
+
+def test_the_work_of_a_train_step_follows_from_the_config():
+    config = parse_config(
+        {
+            "model": {"max_context": 1000},
+            "rollout": {"prompts": 5, "group_size": 4, "max_tokens": 600},
+            "learner": {"micro_batch_rows": 8, "pad_to_multiple": 128, "minibatches": 2},
+            "sampler": {"slots": 16, "page_size": 64},
+        }
+    )
+    work = workload_of(config)
+    assert (work.samples, work.prompt, work.new) == (20, 400, 600)
+    assert (work.rows, work.row_tokens, work.micro_rows) == (24, 1024, 8)
+    assert (work.updates, work.update_rows) == (2, 16)
+    assert work.pages == 1 + 16 * 16 + 2 * 16  # 16 pages for each of 16 slots, and two prompts ahead
+    packed = parse_config({"model": {"max_context": 100}, "learner": {"row_tokens": 350}})
+    assert workload_of(packed).rows == 48  # 128 samples, 3 in a row, filled up to micro-batches of 16
+
+
+def test_flops_of_a_forward_pass_are_those_of_its_products():
+    model = shape_of("tiny", "float32")
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
+    norms = 2 * (2 * 64) + 64
+    exact = 2 * (2 * layer + 128 * 64) + 4 * 2 * 4 * 16 * 10
+    assert forward_flops(model, 1, 10) == pytest.approx(exact + 2 * norms)
+
+
+@pytest.mark.parametrize(("chips", "slices"), [(8, 1), (64, 1), (32, 2)])
+def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, slices):
+    config = load_config("configs/qwen3_8b_grpo_v5p_64.yaml")
+    model, work, where = (
+        shape_of("hf://Qwen/Qwen3-8B", "bfloat16"),
+        workload_of(config),
+        topology(chips, slices=slices),
+    )
+    found = list(candidates(model, work, where))
+    assert found
+    for candidate in found:
+        sizes = candidate.sizes
+        assert math.prod(sizes.values()) == chips
+        assert model.num_kv_heads % sizes["tensor"] == 0 and sizes["data"] % slices == 0
+        assert candidate.micro_rows % (sizes["data"] * sizes["fsdp"]) == 0 and sizes["expert"] == 1
+    by_sizes = {(*(c.sizes[axis] for axis in ("data", "fsdp", "tensor")), c.micro_rows): c for c in found}
+    if chips == 64:
+        # Twice the rows at a time: weights are gathered half as often, and activations take twice the room.
+        few, many = (by_sizes[1, 16, 4, rows] for rows in (16, 32))
+        assert many.sent < few.sent and many.bytes > few.bytes
+        # Copies of the parameters take more room than shards of them.
+        assert by_sizes[16, 1, 4, 16].bytes > few.bytes
+
+
+def test_the_search_spreads_experts_and_what_a_token_takes_of_them_counts():
+    model = shape_of("hf://Qwen/Qwen3-30B-A3B", "bfloat16")
+    assert 3.0e9 < forward_flops(model, 1, 0) / 2 < 3.4e9  # "A3B": active parameters, the embedding left out
+    work = workload_of(load_config("configs/qwen3_8b_grpo_v5p_64.yaml"))
+    found = list(candidates(model, work, topology(64)))
+    assert {c.sizes["expert"] for c in found} >= {1, 2, 8, 64}
+
+
+def test_the_configs_for_pods_are_valid_and_their_models_known():
+    names = sorted(glob.glob("configs/*_*.yaml"))
+    assert len(names) >= 5
+    for name in names:
+        config = load_config(name)
+        model = shape_of(config.model.source, config.model.dtype)
+        assert config.model.max_context <= model.max_positions
