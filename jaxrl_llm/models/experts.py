@@ -341,8 +341,9 @@ def _spread(
         dropped = _dropped(ids.reshape(-1, K), config.num_experts, room).reshape(B, T)
         exchanged = ranks > 1 and "expert" in rows
         if exchanged and room is not None:
-            flat = (x.reshape(B * T, -1) for x in (h, ids, gates))
-            y = jax.lax.psum(_sent(*flat, matrices, config.num_experts, room), "tensor")
+            flat_h, flat_ids, flat_gates = (x.reshape(B * T, -1) for x in (h, ids, gates))
+            y = _sent(flat_h, flat_ids, flat_gates, matrices, config.num_experts, room)
+            y = jax.lax.psum(y, "tensor")
             return y.astype(h.dtype).reshape(B, T, D), dropped
         if room is not None:
             ranked, _ = _ranks(ids.reshape(-1), config.num_experts)
