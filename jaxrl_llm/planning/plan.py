@@ -254,7 +254,7 @@ def make_plan(
         work,
         tuple(parts),
         tuple(phases),
-        _notes(parts, found),
+        _notes(parts, found) + _copies(model, samplers),
     )
 
 
@@ -321,6 +321,17 @@ def _phase(
     if stream and not apart and not samples:
         memory = {**memory, **sampler}
     return Phase(part.program.name, memory)
+
+
+def _copies(model: ModelConfig, samplers: int) -> tuple[str, ...]:
+    """What goes to chips of their own, which no compiled program shows."""
+    if not samplers:
+        return ()
+    size = model.num_parameters * (2 if model.dtype == "bfloat16" else 4)
+    return (
+        f"every train step sends the weights, {size / 1e9:.1f} GB, to each of {samplers} chips that sample; that is in none "
+        "of these seconds.",
+    )
 
 
 def _notes(compiled: list[Compiled], topology: Topology) -> tuple[str, ...]:
