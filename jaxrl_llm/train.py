@@ -383,9 +383,7 @@ class BaseRun(abc.ABC):
         config, version = self.config, self.version
         begin = time.perf_counter()
         self.hand_over(version)
-        if (
-            self.mesh is not None and several()
-        ):  # what is taken from it, here and there, is then an array of all of them
+        if self.mesh is not None and several():  # what is made of it is then an array of all processes, too
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -416,7 +414,7 @@ class BaseRun(abc.ABC):
                     exact = self.exact(self.state.params, minibatch) if exact is None else exact
                     minibatch = minibatch.replace(logprob_exact=exact)
                 self.state, metrics = self.update(self.state, minibatch, *self.taught)
-                if not updates and self.version % CHECK_EVERY == 0:
+                if not updates and version % CHECK_EVERY == 0:
                     self.check_reductions(minibatch, metrics)
                 if "gradient_mass" in metrics:
                     mass = metrics.pop("gradient_mass").total
@@ -777,13 +775,16 @@ class Run(BaseRun):
         Raises:
           RuntimeError: exact log-probs are wanted, and they are not the sampler's.
         """
+        most = min(self.sampling.max_tokens, 16)
         found = certify_policy(
             self.config,
             self.policy.sampler,
             self.tokenizer,
             self.state.params,
             self.score,
-            dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
+            dataclasses.replace(
+                self.sampling, n=2, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most)
+            ),
             probes=4,
             exact=None if self.scorer is None else self.scorer.completions,
             sampled_from=self.sampled_from,

@@ -108,12 +108,12 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("train", "sft", "eval", "sample", "simulate", "report", "convert", "bench"):
+    for command in ("train", "sft", "eval", "sample", "simulate", "plan", "report", "convert", "bench"):
         assert command in done.stdout
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "sft", "eval", "sample", "parity", "simulate", "report", "convert", "bench"]
+    "command", ["train", "sft", "eval", "sample", "parity", "simulate", "plan", "report", "convert", "bench"]
 )
 def test_help_of_every_command(jaxrl, command):
     code, out, _ = jaxrl(command, "--help")

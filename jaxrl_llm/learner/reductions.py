@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import Metrics, make_update_step
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import parameter_specs
+from jaxrl_llm.parallel.host import read
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.transforms import chain, given_advantage, normalize_by_token, reinforce_surrogate
 from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch
@@ -185,10 +185,7 @@ def _table_policy(params: Any, batch: TokenBatch) -> PolicyOutput:
 
 
 def _host(x: Any) -> np.ndarray:
-    """The whole array, also where parts of it belong to other processes."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)
+    return np.asarray(read(x))
 
 
 def _sum(x: np.ndarray) -> float:

@@ -428,7 +428,7 @@ class _Counter:
     def traffic(self, i: _Instruction, around: Mapping[str, _Instruction]) -> float:
         """Bytes of HBM that an operation reads and writes; of an array that it takes a slice of, the slice."""
         outputs = i.arrays[:1] if i.opcode.endswith("-start") else i.arrays
-        written = sum(array.bytes for array in outputs if not array.fast)
+        written: float = sum(array.bytes for array in outputs if not array.fast)
         if i.opcode in _SLICING:
             return 2 * written
         if i.opcode in ("dynamic-update-slice", "scatter"):

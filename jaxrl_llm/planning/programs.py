@@ -25,6 +25,7 @@ from jaxrl_llm.learner.score import make_score, make_score_teacher, teacher_need
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_update_step
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.objectives import is_trust_region
 from jaxrl_llm.parallel.mesh import batch_shards
@@ -136,8 +137,9 @@ def _plain(dtype: Any) -> Any:
 
 def _matrix_parameters(model: ModelConfig) -> int:
     """Parameters that a token is multiplied with: all but an untied embedding, and of experts the chosen ones."""
-    active = getattr(model, "num_active_parameters", model.num_parameters)
-    return active - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
+    others = model.num_layers * (model.mlp_parameters - model.active_mlp_parameters)
+    untied = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
+    return model.num_parameters - others - untied
 
 
 def forward_flops(model: ModelConfig, tokens: float, context: float) -> float:
@@ -246,7 +248,7 @@ def learner_programs(
         taught = (placed(abstract_params(teacher, teacher.dtype), param_shardings(teacher, mesh)),)
         keeps["teacher"] = bytes_on_a_chip(taught)
 
-    def on_mesh(batch: TokenBatch) -> TokenBatch:
+    def rowwise(batch: TokenBatch) -> TokenBatch:
         shards = batch_shards(mesh)
         if batch.shape[0] % shards:
             raise InputError(
@@ -255,9 +257,9 @@ def learner_programs(
             )
         return placed(batch, batch_shardings(batch, mesh))
 
-    whole = on_mesh(_batch(config, objective, work.rows, work.row_tokens, teacher))
+    whole = rowwise(_batch(config, objective, work.rows, work.row_tokens, teacher))
     part = _batch(config, objective, work.update_rows, work.row_tokens, teacher)
-    prepared = on_mesh(jax.eval_shape(lambda b, s: objective.prepare(b, s)[0], part, shapes.objective_state))
+    prepared = rowwise(jax.eval_shape(lambda b, s: objective.prepare(b, s)[0], part, shapes.objective_state))
     tokens, seen = work.rows * work.row_tokens, work.context / 2
     forward = forward_flops(model, tokens, seen)
     of_update = forward_flops(model, work.update_rows * work.row_tokens, seen)
@@ -371,6 +373,7 @@ def sampler_programs(
       replicas: samplers, each with all slots and a copy of the weights.
     """
     sampling, r = config.sampler, config.rollout
+    model = on_mesh(model, mesh)
     source = placed(abstract_params(model), param_shardings(model, learner))
     weights = placed(
         jax.eval_shape(lambda p: decode.prepare_for_sampling(p, model, sampling.weights), source),

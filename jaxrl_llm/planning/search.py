@@ -15,6 +15,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.parallel.mesh import AXES, BATCH_AXES
 from jaxrl_llm.parallel.rules import DEFAULT_RULES
 from jaxrl_llm.planning.chips import Topology, topology_of
 from jaxrl_llm.planning.known import shape_of
@@ -75,18 +76,22 @@ class Found:
 def candidates(model: ModelConfig, work: Workload, topology: Topology) -> Iterator[Candidate]:
     """Every mesh that divides the model, with every number of rows at a time that divides the batch."""
     chips = len(topology.devices)
-    for data in _divisors(chips):
-        for fsdp in _divisors(chips // data):
-            tensor = chips // data // fsdp
-            sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-            if data % topology.slices or not _divides(model, sizes):
-                continue
-            shards = data * fsdp
+    for sizes in _meshes(chips):
+        if sizes["data"] % topology.slices == 0 and _divides(model, sizes):
+            shards = math.prod(sizes[axis] for axis in BATCH_AXES)
             rows = shards
             while rows <= max(shards, work.update_rows):
                 if -(-work.update_rows // rows) * rows <= 2 * work.update_rows:
                     yield _estimate(model, work, topology, sizes, rows)
                 rows *= 2
+
+
+def _meshes(chips: int) -> Iterator[dict[str, int]]:
+    for data in _divisors(chips):
+        for fsdp in _divisors(chips // data):
+            for expert in _divisors(chips // data // fsdp):
+                sizes = {"data": data, "fsdp": fsdp, "expert": expert}
+                yield {axis: sizes.get(axis, chips // data // fsdp // expert) for axis in AXES}
 
 
 def _divisors(n: int) -> list[int]:
@@ -97,7 +102,7 @@ def _divides(model: ModelConfig, sizes: dict[str, int]) -> bool:
     """Whether every parameter divides into its shards, and no head is cut."""
     import jax
 
-    if model.num_kv_heads % sizes["tensor"]:
+    if model.num_kv_heads % sizes["tensor"] or (sizes["expert"] > 1 and not model.num_experts):
         return False
     specs = jax.tree.leaves(parameter_specs(model), is_leaf=lambda x: isinstance(x, ParamSpec))
     for spec in specs:
@@ -114,13 +119,16 @@ def _estimate(
 ) -> Candidate:
     chip, chips = topology.chip, len(topology.devices)
     data, fsdp, tensor = sizes["data"], sizes["fsdp"], sizes["tensor"]
-    mine = rows // (data * fsdp)  # rows of a chip at a time
+    mine = rows // math.prod(sizes[axis] for axis in BATCH_AXES)  # rows of a chip at a time
     turns = -(-work.update_rows // rows)
-    T, D, F, L = work.row_tokens, model.hidden_size, model.intermediate_size, model.num_layers
-    weights = model.num_parameters / tensor
+    T, D, L = work.row_tokens, model.hidden_size, model.num_layers
+    experts = L * model.mlp_parameters if model.num_experts else 0
+    F = model.experts_per_token * model.expert_size if model.num_experts else model.intermediate_size
+    weights = (model.num_parameters - experts + experts / sizes["expert"]) / tensor
+    copies = data * (sizes["expert"] if not model.num_experts else 1)
     # Weights are gathered in 2 bytes for the forward pass and again for the backward pass, gradients summed in 4.
     over_fsdp = turns * weights * (2 + 2 + 4) * (fsdp - 1) / fsdp
-    over_data = 2 * turns * 4 * weights / fsdp * (data - 1) / data
+    over_data = 2 * turns * 4 * weights / fsdp * (copies - 1) / copies
     # The residual stream is summed twice a layer; forward, recomputed and backward.
     over_tensor = turns * mine * T * D * 2 * L * 6 * 2 * (tensor - 1) / tensor
     crosses = topology.slices > 1

@@ -13,7 +13,7 @@ import jaxrl_llm as jrl
 from jaxrl_llm.learner.reductions import ReductionError, check_sums, make_reduction_check
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.types import PolicyOutput, TokenBatch
+from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch
 
 ROWS = ("data", "fsdp")
 
@@ -23,7 +23,9 @@ def mesh():
     return make_mesh(data=2, fsdp=2, tensor=2)
 
 
-def batch(rows=16, tokens=24):
+@functools.cache
+def batch():
+    rows, tokens = 16, 24
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, tokens + 1, rows)
     raw = TokenBatch.from_rows(
@@ -41,12 +43,26 @@ def check(build=make_update_step, micro_batch_rows=4):
     make_reduction_check(mesh(), micro_batch_rows=micro_batch_rows, build=build)(batch())
 
 
-@pytest.mark.parametrize("micro_batch_rows", [4, 16])
-def test_a_right_update_passes(micro_batch_rows):
-    check(micro_batch_rows=micro_batch_rows)
+def test_a_right_update_passes_and_a_denominator_of_one_shard_is_found():
+    kept = []
+
+    def keep(*given, **options):
+        kept.append(make_update_step(*given, **options))
+        return kept[0]
+
+    check(keep)
+
+    def build(*given, **options):
+        return lambda state, batch: kept[0](state, batch.replace(count=batch.count / 4))
+
+    # The step is told another count than the host has.
+    with pytest.raises(ReductionError, match=r"count \(the denominator of the loss\).*0.25 times.*1 / 4"):
+        check(build)
 
 
-def test_an_update_without_a_mesh_passes_and_a_batch_with_nothing_to_train_is_not_probed():
+@pytest.mark.slow
+def test_updates_without_micro_batches_or_a_mesh_pass_and_what_trains_nothing_is_not_probed():
+    check(micro_batch_rows=16)
     on_one = make_reduction_check(None, micro_batch_rows=8)
     data = jax.device_put(batch(), jax.devices()[0])
     on_one(data)
@@ -81,6 +97,7 @@ def test_a_psum_that_is_taken_twice_is_found():
         check(with_gradient(again))
 
 
+@pytest.mark.slow
 def test_a_psum_that_is_missing_is_found():
     """Every device adds up the rows that it has, and calls that the gradient."""
 
@@ -110,16 +127,7 @@ def test_a_psum_that_is_missing_is_found():
         check(build)
 
 
-def test_a_denominator_of_one_shard_is_found():
-    def build(*given, **options):
-        step = make_update_step(*given, **options)
-        return lambda state, batch: step(state, batch.replace(count=batch.count / 4))
-
-    # The step is told another count than the host has.
-    with pytest.raises(ReductionError, match=r"count \(the denominator of the loss\).*0.25 times.*1 / 4"):
-        check(build)
-
-
+@pytest.mark.slow
 def test_a_gradient_that_each_shard_clips_by_itself_is_found():
     def clip_locally(on):
         def local(grad):
@@ -141,26 +149,19 @@ def test_a_gradient_that_each_shard_clips_by_itself_is_found():
         check(build)
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "told"),
-    [
+def test_every_reported_sum_is_compared():
+    data, one = batch(), np.ones(())
+    right = {name: Mean(np.sum(mean.total), np.sum(mean.count)) for name, mean in data.logged.items()}
+    right |= {"trained_tokens": Mean(np.sum(data.mask), one), "loss": Mean(one, np.sum(data.count))}
+    check_sums(right, data, 4)
+    cases = [
         ("trained_tokens", "total", "tokens"),
         ("loss", "count", "denominator"),
         ("reward", "total", "reward"),
         ("reward", "count", "reward"),
         ("length", "total", "length"),
-    ],
-)
-def test_every_reported_sum_is_compared(name, part, told):
-    data = batch()
-    sums = {key: jax.tree.map(jnp.sum, mean) for key, mean in data.logged.items()}
-    one = jnp.ones(())
-    sums |= {
-        "trained_tokens": jrl.types.Mean(jnp.sum(data.mask), one),
-        "loss": jrl.types.Mean(one, jnp.sum(data.count)),
-    }
-    check_sums(sums, data, 4)
-    wrong = getattr(sums[name], part) * 4
-    sums[name] = sums[name]._replace(**{part: wrong})
-    with pytest.raises(ReductionError, match=f"{told}.*4 times as much.*taken twice"):
-        check_sums(sums, data, 4)
+    ]
+    for name, part, told in cases:
+        wrong = right[name]._replace(**{part: getattr(right[name], part) * 4})
+        with pytest.raises(ReductionError, match=f"{told}.*4 times as much.*taken twice"):
+            check_sums({**right, name: wrong}, data, 4)

@@ -21,6 +21,7 @@ from jaxrl_llm.planning.search import candidates
     [
         ("Qwen/Qwen3-1.7B", 1.721),
         ("Qwen/Qwen3-8B", 8.191),
+        ("Qwen/Qwen3-30B-A3B", 30.532),
         ("meta-llama/Meta-Llama-3-8B", 8.030),
         ("meta-llama/Meta-Llama-3-8B-Instruct@main", 8.030),
     ],
@@ -136,14 +137,22 @@ def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, s
         sizes = candidate.sizes
         assert math.prod(sizes.values()) == chips
         assert model.num_kv_heads % sizes["tensor"] == 0 and sizes["data"] % slices == 0
-        assert candidate.micro_rows % (sizes["data"] * sizes["fsdp"]) == 0
-    by_sizes = {(tuple(c.sizes.values()), c.micro_rows): c for c in found}
+        assert candidate.micro_rows % (sizes["data"] * sizes["fsdp"]) == 0 and sizes["expert"] == 1
+    by_sizes = {(*(c.sizes[axis] for axis in ("data", "fsdp", "tensor")), c.micro_rows): c for c in found}
     if chips == 64:
         # Twice the rows at a time: weights are gathered half as often, and activations take twice the room.
-        few, many = (by_sizes[(1, 16, 4), rows] for rows in (16, 32))
+        few, many = (by_sizes[1, 16, 4, rows] for rows in (16, 32))
         assert many.sent < few.sent and many.bytes > few.bytes
         # Copies of the parameters take more room than shards of them.
-        assert by_sizes[(16, 1, 4), 16].bytes > few.bytes
+        assert by_sizes[16, 1, 4, 16].bytes > few.bytes
+
+
+def test_the_search_spreads_experts_and_what_a_token_takes_of_them_counts():
+    model = shape_of("hf://Qwen/Qwen3-30B-A3B", "bfloat16")
+    assert 3.0e9 < forward_flops(model, 1, 0) / 2 < 3.4e9  # "A3B": active parameters, the embedding left out
+    work = workload_of(load_config("configs/qwen3_8b_grpo_v5p_64.yaml"))
+    found = list(candidates(model, work, topology(64)))
+    assert {c.sizes["expert"] for c in found} >= {1, 2, 8, 64}
 
 
 def test_the_configs_for_pods_are_valid_and_their_models_known():
