@@ -14,7 +14,7 @@ import numpy as np
 from jaxrl_llm.config import Config, ScheduleSettings
 from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, certify, probe_prompts
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
 from jaxrl_llm.parallel.host import place
@@ -41,6 +41,7 @@ __all__ = [
     "check_teacher_source",
     "configured_model",
     "held_out_items",
+    "in_sampler_order",
     "configured_teacher",
     "prompt_room",
     "replica_devices",
@@ -85,6 +86,33 @@ def configured_model(config: Config) -> Model:
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
     return dataclasses.replace(model, config=changed)
+
+
+_ENOUGH_FOR_A_PRODUCT = 16  # tokens of a page, from which on a sum over them comes about as over a whole row
+_BLOCKS = {True: 4, False: 32}  # most that are worth their time, in packed rows and where a row is a sequence
+
+
+def in_sampler_order(config: Config, model: Model, *, packed: bool) -> Model:
+    """The model whose learner adds up keys in the order of the sampler, where that gives the sampler's log-probs.
+
+    That is in bfloat16 on a CPU, whose products of weights give a token the same bits in any batch. In float32 they
+    do not, and last bits of float32 are far below anything that training sees.
+
+    Args:
+      packed: the learner's rows may hold several sequences.
+    """
+    s = config.sampler
+    blocks = pages_for(config.model.max_context, s.page_size)
+    if (
+        jax.default_backend() != "cpu"
+        or config.model.dtype != "bfloat16"
+        or (s.weights, s.kv) != ("compute", "compute")
+        or s.page_size < _ENOUGH_FOR_A_PRODUCT
+        or blocks > _BLOCKS[packed]
+    ):
+        return model
+    order = KeyBlocks(s.page_size, blocks if packed else None)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, key_blocks=order))
 
 
 def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | None) -> Teacher | None:

@@ -18,6 +18,7 @@ from jaxrl_llm.assembly import (
     certify_policy,
     configured_model,
     held_out_items,
+    in_sampler_order,
     prompt_room,
     sampling_params,
 )
@@ -264,6 +265,7 @@ def parity_config(
         )
     task = build_task(config)
     model, version = load_policy(config, snapshot, version)
+    model = in_sampler_order(config, model, packed=False)
     sampling = sampling_params(config, task, n=n, max_tokens=new_tokens, min_tokens=0)
     refuse_too_large([sampler_parts(config, model.config, rows=8 * n, max_tokens=new_tokens)])
     mesh = build_mesh(config)

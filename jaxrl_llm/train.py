@@ -47,6 +47,7 @@ from jaxrl_llm.assembly import (
     configured_model,
     configured_teacher,
     held_out_items,
+    in_sampler_order,
     prompt_room,
     sampler_devices,
     sampling_params,
@@ -382,7 +383,7 @@ class BaseRun(abc.ABC):
         config, version = self.config, self.version
         begin = time.perf_counter()
         self.hand_over(version)
-        if several():  # what is taken from it, here and there, is then an array of all of them
+        if self.mesh is not None and several():  # what is made of it is then an array of all processes, too
             batch = place(batch, replicated(self.mesh))
         if self.has_critic:
             batch = fill_values(batch, self.state, self.score_values, self.needed)
@@ -430,6 +431,19 @@ class BaseRun(abc.ABC):
             "time/update": done - scored - sampling,
         }
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether something is sampled on other devices while updates are computed."""
+        return False
+
+    def hand_over(self, version: int) -> None:
+        """Gives the weights of `version` away before the updates of its train step consume them."""
+        return
+
+    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
+        """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
+        return {}
+
     def check_reductions(self, batch: TokenBatch, metrics: dict[str, Mean]) -> None:
         """Compares the sums of an update with the host's, and over a mesh the gradient of a probe with its formula.
 
@@ -444,19 +458,6 @@ class BaseRun(abc.ABC):
     def probe(self) -> Callable[[TokenBatch], None]:
         """See `learner.reductions`."""
         return make_reduction_check(self.mesh, micro_batch_rows=self.config.learner.micro_batch_rows)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether something is sampled on other devices while updates are computed."""
-        return False
-
-    def hand_over(self, version: int) -> None:
-        """Gives the weights of `version` away before the updates of its train step consume them."""
-        return
-
-    def meanwhile(self, version: int, begin: float) -> dict[str, float]:
-        """What is done while the updates that make `version` are computed, which began at `begin`. Returns seconds."""
-        return {}
 
     def shares(self, number: int) -> list[float] | None:
         """The part that each trajectory had in the gradients of the last train step, where it is measured."""
@@ -558,7 +559,9 @@ class Run(BaseRun):
             check_fleet(config, workers)
         on_first(lambda: prepare_folder(folder, config, resume=resume))
         transport = None if workers is None else open_transport(config, workers)
-        model = configured_model(config)
+        model = in_sampler_order(
+            config, configured_model(config), packed=config.learner.row_tokens is not None
+        )
         check_memory(
             config,
             model.config,
@@ -664,11 +667,11 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return self.stream is not None and self.stream.schedule.ahead
+        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
-        if self.stream is not None and self.overlaps and version + 1 < self.config.steps:
+        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
             self.stream.serve(self.state.params, version)
 
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
@@ -677,7 +680,7 @@ class Run(BaseRun):
         A request to stop is heeded afterwards: the weights that are sampled from exist nowhere else any more, so that
         half a batch could not be gone on with.
         """
-        if self.stream is None or not self.overlaps or version >= self.config.steps:
+        if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]
@@ -737,7 +740,7 @@ class Run(BaseRun):
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
-        config = self.config
+        config, blocks = self.config, self.model_config.key_blocks
         wanted, refills = config.rollout.prompts, config.rollout.refill_rounds
         if self.stream is not None:
             trajectories, metrics = self.streamed(self.stream, on_progress)
@@ -754,6 +757,8 @@ class Run(BaseRun):
             trajectories,
             pad_to_multiple=config.learner.pad_to_multiple,
             row_tokens=config.learner.row_tokens,
+            start_multiple=1 if blocks is None else 2,
+            vocab_size=self.model_config.vocab_size,
             rows_multiple=config.learner.micro_batch_rows,
             learner_version=self.version,
             pad_id=self.model_config.pad_id or 0,
@@ -770,13 +775,16 @@ class Run(BaseRun):
         Raises:
           RuntimeError: exact log-probs are wanted, and they are not the sampler's.
         """
+        most = min(self.sampling.max_tokens, 16)
         found = certify_policy(
             self.config,
             self.policy.sampler,
             self.tokenizer,
             self.state.params,
             self.score,
-            dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
+            dataclasses.replace(
+                self.sampling, n=2, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most)
+            ),
             probes=4,
             exact=None if self.scorer is None else self.scorer.completions,
             sampled_from=self.sampled_from,

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import random
 import shutil
@@ -491,6 +492,55 @@ def test_refilling_in_vain_skips_the_update(task_with, start):
     for row in figures(folder)[1:]:
         assert row["rollout/rounds"] == 3 and row["rollout/groups_dropped"] == 24
         assert row["optimizer/skipped"] == 1 and row["optimizer/trained_tokens"] == 0
+    jax.tree.map(np.testing.assert_array_equal, params(folder), load_model("tiny").params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["{max_age: 0}", "{max_age: 1}"])
+def test_d07_one_group_in_four_is_divided_by_its_own_tokens(task_with, start, schedule):
+    """4 groups of 8 a step, every fourth that is sampled says something; what does not is replaced up to a bound."""
+    judged = itertools.count()
+
+    def score(text):
+        number = next(judged)
+        return Score(float(number % 2) if number // 8 % 4 == 0 else 0.0, {}, "")
+
+    task_with(score)
+    config = short(
+        "task.name=strange",
+        "rollout={prompts: 4, group_size: 8, refill_rounds: 1}",
+        f"schedule={schedule}",
+        "objective=[returns_to_go, normalize_by_token, token_ratio, clip_surrogate]",
+        "steps=2",
+    )
+    code, folder = start(config)
+    assert code == 0
+    rows = figures(folder)[1:]
+    for row in rows:
+        assert row["optimizer/trained_tokens"] in (
+            16,
+            32,
+            48,
+        )  # of answers of two tokens: a part of the batch
+    # Of the policy itself: minus the mean reward of a token that is trained on, which is one half.
+    assert rows[0]["policy/loss"] == pytest.approx(-0.5, abs=1e-5)
+    with SnapshotStore(folder / "snapshots", read_only=True) as store:
+        consumed = store.meta(2)["cursor"]["cursor"]
+    assert (
+        consumed * 8 >= next(judged) > 2 * 4 * 8
+    )  # more than was trained on, and a resumed run goes on behind it
+
+
+@pytest.mark.slow
+def test_d07_an_asynchronous_run_that_never_gets_a_reward_goes_on(task_with, start):
+    task_with(lambda text: Score(0.0, {}, "never"))
+    code, folder = start(
+        short("task.name=strange", "steps=3", "rollout.refill_rounds=1", "schedule.max_age=2")
+    )
+    assert code == 0
+    for row in figures(folder)[1:]:
+        assert row["optimizer/skipped"] == 1 and row["optimizer/trained_tokens"] == 0
+        assert row["ledger/uninformative_samples"] == 64  # the bound; the groups after them train nothing
     jax.tree.map(np.testing.assert_array_equal, params(folder), load_model("tiny").params)
 
 

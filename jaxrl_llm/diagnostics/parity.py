@@ -106,6 +106,9 @@ class ParityCertificate:
     backend: str
     device: str
     mesh: dict[str, int] | None  # None = one device
+    # Of a model with experts: had each token gone through the experts that the learner's router chooses
+    unreplayed_max_gap: float | None = None
+    unreplayed_mean_gap: float | None = None
 
     def as_data(self) -> dict[str, Any]:
         """JSON values."""
@@ -209,6 +212,10 @@ def certify(
     scored = np.asarray(read(score(params, batch)), np.float32)
     learner = [scored[place] for place in places]
     gap = _gaps(behavior, learner)
+    own_gap = None
+    if batch.routing_ids is not None:
+        own = np.asarray(read(score(params, batch.replace(routing_ids=None))), np.float32)
+        own_gap = _gaps(behavior, [own[place] for place in places])
     exact_gap = exact_histogram = None
     if exact is not None:
         values = exact(params, completions)
@@ -240,6 +247,8 @@ def certify(
         backend=jax.default_backend(),
         device=facts["devices"],
         mesh=None if mesh is None else {str(name): int(size) for name, size in mesh.shape.items()},
+        unreplayed_max_gap=None if own_gap is None else float(own_gap.max(initial=0)),
+        unreplayed_mean_gap=None if own_gap is None else float(own_gap.mean()),
     )
 
 
@@ -316,6 +325,11 @@ def show_certificate(certificate: ParityCertificate) -> str:
             if limit is not None
         ),
     ]
+    if c.unreplayed_max_gap is not None:
+        lines.append(
+            f"  own experts   max {c.unreplayed_max_gap:.3g}  mean {c.unreplayed_mean_gap:.3g} nats  (those of the sampler "
+            "are replayed above)"
+        )
     if c.exact_max_gap is not None:
         lines.append(
             f"  exact scoring max {c.exact_max_gap:.3g}  mean {c.exact_mean_gap:.3g} nats  (must be 0)"

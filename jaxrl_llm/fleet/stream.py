@@ -147,6 +147,7 @@ class FleetStream:
         return FleetState(
             submitted=self._submitted,
             ticks=0,
+            taken_at=0,
             open=[],
             rows=[],
             ready=[],

@@ -60,6 +60,11 @@ def check_fleet(config: Config, workers: Workers) -> None:
             f"--workers: schedule.swap is {s.swap}, and workers finish every sample with the weights that began it. Set "
             "schedule.swap=drain."
         )
+    if config.mesh.sampler:
+        raise InputError(
+            f"--workers: mesh.sampler is {config.mesh.sampler}, but workers sample on devices of their own already. Set "
+            "mesh.sampler=0."
+        )
     if s.over_generation:
         raise InputError(
             f"--workers: schedule.over_generation is {s.over_generation}, but which samples of a prompt end first depends on "

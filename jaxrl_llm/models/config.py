@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["ModelConfig", "RopeScaling", "TINY", "TINY_MOE"]
+__all__ = ["KeyBlocks", "ModelConfig", "RopeScaling", "TINY", "TINY_MOE"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +16,15 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int  # tokens
+
+
+class KeyBlocks(NamedTuple):
+    """The order in which the learner's attention adds up keys: blocks of positions one after the other."""
+
+    size: int  # tokens of a block: those of a page of the sampler
+    count: int | None = (
+        None  # blocks of the longest sequence; None: a token's column in its row is its position
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +59,9 @@ class ModelConfig:
     qk_norm: bool = dataclasses.field(
         default=False, repr=False
     )  # RMS norm of each query and key head (Qwen3)
+    key_blocks: KeyBlocks | None = dataclasses.field(
+        default=None, repr=False
+    )  # of the learner; None: the row
     # A mixture of experts in place of the MLP of every layer; 0 experts = dense. See `models.experts`.
     num_experts: int = dataclasses.field(default=0, repr=False)
     experts_per_token: int = dataclasses.field(default=0, repr=False)

@@ -202,7 +202,7 @@ def forward_routed(
 
     `router_probs`: with their probabilities, which are on the tape and take layers × experts numbers a token.
     """
-    context = (rope_tables(config, positions), visible_tokens(segments), segments != 0)
+    context = (rope_tables(config, positions), visible_tokens(segments), positions, segments != 0)
     rows = None if layout is None else layout.rows
     if routing_ids is not None and config.num_experts:
         routing_ids = jnp.moveaxis(routing_ids, 2, 0)
@@ -210,13 +210,13 @@ def forward_routed(
         routing_ids = None
 
     def body(x, layer, chosen, context):
-        rope, visible, live = context
+        rope, visible, positions, live = context
         x, _, routed = decoder_layer(
             layer,
             config,
             x,
             rope,
-            lambda q, k, v: (segment_attention(q, k, v, visible), None),
+            lambda q, k, v: (segment_attention(q, k, v, visible, config.key_blocks, positions), None),
             routing_ids=chosen,
             live=live,
         )

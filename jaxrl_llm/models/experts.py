@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -77,12 +78,19 @@ def router_load(ids: Array, experts: int, counted: Array) -> Array:
 def exchanged_bytes(config: ModelConfig, tokens: int) -> int:
     """Bytes that all devices together receive in one forward pass over so many tokens, because experts are elsewhere.
 
-    Each device gets the tokens of those that hold other experts, in the compute dtype, and sums of f32 go back.
+    Each device gets all tokens of those that hold other experts, in the compute dtype, and sums of f32 go back. With
+    `expert_capacity` it gets the tokens for its experts (as many as there is room for), and their outputs go back.
     """
     placement: Placement | None = config.placement
     if placement is None or "expert" not in placement.rows:
         return 0
     ranks = placement.mesh.shape["expert"]
+    if config.expert_capacity is not None:
+        shards = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
+        room = _room(config, tokens // shards) or 0
+        elsewhere = config.num_experts - config.num_experts // ranks
+        numbers = 2 * elsewhere * room * config.hidden_size * shards * placement.mesh.shape["tensor"]
+        return config.num_layers * numbers * jnp.dtype(config.dtype).itemsize
     there = config.hidden_size * jnp.dtype(config.dtype).itemsize + config.experts_per_token * (4 + 4)
     token = there + config.hidden_size * jnp.dtype(jnp.promote_types(config.dtype, jnp.float32)).itemsize
     return config.num_layers * (ranks - 1) * tokens * token * placement.mesh.shape["tensor"]
@@ -281,6 +289,35 @@ _blocked_product.defvjp(_blocked_forward, _blocked_backward)
 # ------------------------------------------------------------------------------------------ on a mesh
 
 
+def _sent(h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], experts: int, room: int) -> Array:
+    """As `_experts`, where the experts are split over the mesh axis "expert" and each takes `room` tokens of every device.
+
+    With a bound on what one device sends to one expert, only those tokens travel: an all-to-all there and one back.
+    """
+    N, D = h.shape
+    K = ids.shape[1]
+    flat = ids.reshape(-1)
+    ranks, _ = _ranks(flat, experts)
+    place = jnp.where((ranks < room) & (flat < experts), flat * room + ranks, experts * room)
+    outgoing = jnp.zeros((experts * room, D), h.dtype).at[place].set(jnp.repeat(h, K, axis=0), mode="drop")
+
+    def exchange(x: Array, split: int, joined: int) -> Array:
+        return jax.lax.all_to_all(x, "expert", split, joined, tiled=True)
+
+    x = exchange(outgoing.reshape(experts, room, D), 0, 1)  # [experts here, devices · room, D]
+
+    def product(x: Array, w: Any) -> Array:
+        if isinstance(w, QuantizedMatrix):
+            return jax.vmap(weight_product)(x, w)
+        return checkpoint_name(jnp.einsum("erd,edf->erf", x, w.astype(x.dtype)), DENSE)
+
+    hidden = jax.nn.silu(product(x, matrices["expert_gate"])) * product(x, matrices["expert_up"])
+    y = exchange(product(hidden, matrices["expert_down"]), 1, 0).reshape(experts * room, D)
+    gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
+    back = y.at[place].get(mode="fill", fill_value=0).reshape(N, K, D).astype(gates.dtype)
+    return jnp.sum(back * gates[..., None], axis=1)
+
+
 def _spread(
     config: ModelConfig, h_BTD: Array, ids_BTK: Array, gates_BTK: Array, matrices: Mapping[str, Any]
 ) -> tuple[Array, Array]:
@@ -299,14 +336,18 @@ def _spread(
     def here(h, ids, gates, matrices):
         B, T, D = h.shape
         K = ids.shape[-1]
+        # Counted among the rows of each device, so that none waits for another's counts.
         room = _room(config, B * T)
         dropped = _dropped(ids.reshape(-1, K), config.num_experts, room).reshape(B, T)
-        if (
-            room is not None
-        ):  # counted among the rows of each device, so that no device waits for another's counts
-            ranks_, _ = _ranks(ids.reshape(-1), config.num_experts)
-            ids = jnp.where((ranks_ >= room).reshape(ids.shape), config.num_experts, ids)
         exchanged = ranks > 1 and "expert" in rows
+        if exchanged and room is not None:
+            flat_h, flat_ids, flat_gates = (x.reshape(B * T, -1) for x in (h, ids, gates))
+            y = _sent(flat_h, flat_ids, flat_gates, matrices, config.num_experts, room)
+            y = jax.lax.psum(y, "tensor")
+            return y.astype(h.dtype).reshape(B, T, D), dropped
+        if room is not None:
+            ranked, _ = _ranks(ids.reshape(-1), config.num_experts)
+            ids = jnp.where((ranked >= room).reshape(ids.shape), config.num_experts, ids)
         if exchanged:
             h, ids, gates = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in (h, ids, gates))
         first = jax.lax.axis_index("expert") * mine

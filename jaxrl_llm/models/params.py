@@ -43,7 +43,7 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
     if config.num_experts:
         E, F = config.num_experts, config.expert_size
         layer |= {
-            "router": ParamSpec((L, D, E), ("layers", "embed", None), "normal", D),
+            "router": ParamSpec((L, D, E), ("layers", None, None), "normal", D),
             "expert_gate": ParamSpec((L, E, D, F), ("layers", "experts", "embed", "mlp"), "normal", D),
             "expert_up": ParamSpec((L, E, D, F), ("layers", "experts", "embed", "mlp"), "normal", D),
             "expert_down": ParamSpec((L, E, F, D), ("layers", "experts", "mlp", "embed"), "normal", F),

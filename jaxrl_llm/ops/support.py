@@ -59,14 +59,22 @@ def is_left_out(support: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return ((codes == -2 - token) | ((codes <= _FROM) & (token >= _FROM - codes))).any(axis=-1)
 
 
-def support_fault(support: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> str | None:
-    """What is wrong with lists i32[..., K] of what the tokens i32[...] were drawn from where mask bool[...]; None: nothing."""
+def support_fault(
+    support: np.ndarray, tokens: np.ndarray, mask: np.ndarray, vocab_size: int | None = None
+) -> str | None:
+    """What is wrong with lists i32[..., K] of what the tokens i32[...] were drawn from where mask bool[...]; None: nothing.
+
+    Args:
+      vocab_size: of the model; None: not known, and not checked.
+    """
     ids = np.asarray(support)
     if ids.dtype.kind not in "iu":
         return f"support_ids must hold integers, got {ids.dtype}"
     ids, tokens = ids[mask].astype(np.int64), np.asarray(tokens)[mask]
     if ids.size and not -(2**31) <= ids.min() <= ids.max() < 2**30:
         return f"support_ids hold {ids.min() if ids.min() < -(2**31) else ids.max()}, which is neither a token id nor a code"
+    if vocab_size is not None and ids.size and ids.max() >= vocab_size:
+        return f"support_ids hold {ids.max()}, and the vocabulary of the model ends at {vocab_size - 1}"
     found = (ids == tokens[:, None]).any(axis=1) | (ids < 0).all(axis=1) & ~is_left_out(ids, tokens)
     if not found.all():
         place = tuple(int(i) for i in np.argwhere(mask)[int(np.flatnonzero(~found)[0])])

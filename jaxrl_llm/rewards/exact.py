@@ -1,11 +1,11 @@
-"""Exact match: the first line, or the whole text, is the answer."""
+"""Exact match: the first line, or the whole text, is the answer; thinking before it is none of it."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-from jaxrl_llm.rewards.extract import after_thinking, first_line
+from jaxrl_llm.rewards.extract import after_thinking, answer_line
 from jaxrl_llm.rewards.numbers import find_numbers, parse_number
 from jaxrl_llm.rewards.score import Score
 
@@ -51,7 +51,7 @@ def first_line_exact(completion: str, gold: str) -> Score:
     Parts: `format` = the first line is not empty and no longer than the gold answer in words; `lenient` =
     the gold answer stands somewhere in the completion as whole words.
     """
-    line, gold = normalise(first_line(completion)), normalise(gold)
+    line, gold = normalise(answer_line(completion)), normalise(gold)
     right = bool(gold) and line == gold
     well_formed = bool(line) and len(line.split(" ")) == len(gold.split(" "))
     anywhere = contains(completion, gold)
@@ -69,7 +69,7 @@ def first_line_number(completion: str, gold: str) -> Score:
     mean one thing. Parts: `format` = the first line is an integer and nothing else; `lenient` = the gold
     value is among the numbers of the completion, whatever stands around it.
     """
-    line, gold = first_line(completion), gold.strip()
+    line, gold = answer_line(completion), gold.strip()
     right = bool(gold) and line == gold
     well_formed = _INTEGER.fullmatch(line) is not None
     value = parse_number(gold)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 __all__ = [
     "THINKING_TAGS",
     "after_thinking",
+    "answer_line",
     "answer_tag",
     "first_line",
     "is_thinking_tag",
@@ -99,6 +100,14 @@ def after_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] | N
         again = opening.search(text, start)
         return text[start : None if again is None else again.start()]
     return None if opened or opening.search(text) else text
+
+
+def answer_line(text: str) -> str:
+    """The first line of a completion; of one that begins with thinking, the first line that follows it ("" if it was
+    never closed)."""
+    if _OPENING.match(text.lstrip()) is None:
+        return first_line(text)
+    return first_line((after_thinking(text) or "").lstrip())
 
 
 def last_boxed(text: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxrl_llm.rewards.exact import first_line_exact, first_line_number, whole_text_exact
-from jaxrl_llm.rewards.extract import after_thinking, answer_tag, first_line, last_boxed
+from jaxrl_llm.rewards.extract import after_thinking, answer_line, answer_tag, last_boxed
 from jaxrl_llm.rewards.math import grade_boxed, grade_tag
 from jaxrl_llm.rewards.score import Score
 
@@ -32,13 +32,13 @@ def _after_thinking(extract: Callable[[str], str | None]) -> Callable[[str], str
 
 GRADERS: dict[str, Grader] = {
     "line": Grader(
-        find=first_line,
+        find=answer_line,
         score=lambda text, gold, question: first_line_exact(text, gold),
         write=lambda answer: f" {answer}\n",
         instruction="",
     ),
     "number": Grader(
-        find=first_line,
+        find=answer_line,
         score=lambda text, gold, question: first_line_number(text, gold),
         write=lambda answer: f" {answer}\n",
         instruction="",

@@ -49,10 +49,15 @@ class _Family(NamedTuple):
     tokens: int  # places that the family takes in a row
 
 
-def _common_prefix(trajectories: Sequence[Trajectory]) -> int:
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _common_prefix(trajectories: Sequence[Trajectory], multiple: int) -> int:
     """Tokens that can be laid out once for all of these: none is trained, and each keeps one before its first.
 
-    The last token in common stays with every member, because the first token after it is predicted there.
+    The last token in common stays with every member, because the first token after it is predicted there. A multiple of
+    `multiple`.
     """
     if len(trajectories) == 1:
         return 0
@@ -63,10 +68,10 @@ def _common_prefix(trajectories: Sequence[Trajectory]) -> int:
         longest = min(longest, int(trained[0]) - 1 if trained.size else longest)
         different = np.flatnonzero(t.tokens[: max(longest, 0)] != first[: max(longest, 0)])
         longest = min(longest, int(different[0]) - 1 if different.size else longest)
-    return max(longest, 0)
+    return max(longest, 0) // multiple * multiple
 
 
-def _families(trajectories: Sequence[Trajectory], row_tokens: int) -> list[_Family]:
+def _families(trajectories: Sequence[Trajectory], row_tokens: int, start_multiple: int) -> list[_Family]:
     """The trajectories of each group as families that fit into a row, longest members first."""
     by_group: dict[int, list[int]] = {}
     for index, t in enumerate(trajectories):
@@ -78,10 +83,10 @@ def _families(trajectories: Sequence[Trajectory], row_tokens: int) -> list[_Fami
         by_group.setdefault(t.group, []).append(index)
     families = []
     for members in by_group.values():
-        prefix = _common_prefix([trajectories[i] for i in members])
+        prefix = _common_prefix([trajectories[i] for i in members], start_multiple)
         members = sorted(members, key=lambda i: -len(trajectories[i].tokens))
-        own = [len(trajectories[i].tokens) - prefix for i in members]
-        for fit in first_fit(own, row_tokens - prefix):
+        own = [_up(len(trajectories[i].tokens) - prefix, start_multiple) for i in members]
+        for fit in first_fit(own, _up(row_tokens, start_multiple) - prefix):
             if prefix and len(fit) > 1:
                 families.append(_Family(prefix, [members[i] for i in fit], prefix + sum(own[i] for i in fit)))
             else:
@@ -126,7 +131,7 @@ def _listed(trajectories: Sequence[Trajectory]) -> int:
     return sizes.pop()
 
 
-def _supported(trajectories: Sequence[Trajectory]) -> int:
+def _supported(trajectories: Sequence[Trajectory], vocab_size: int | None) -> int:
     """The longest list of tokens that one was drawn from; 0 when no trajectory has such lists."""
     sizes = [0]
     for index, t in enumerate(trajectories):
@@ -137,7 +142,7 @@ def _supported(trajectories: Sequence[Trajectory]) -> int:
             raise ValueError(
                 f"{where}: support_ids has the shape {ids.shape} for {len(t.tokens)} tokens; it must be [L, K]."
             )
-        if fault := support_fault(ids, t.tokens, t.mask):
+        if fault := support_fault(ids, t.tokens, t.mask, vocab_size):
             raise ValueError(f"{where}: {fault}. Record them with SamplingParams(record_support=K).")
         sizes.append(ids.shape[1])
     return max(sizes)
@@ -173,6 +178,8 @@ def pack(
     rows_multiple: int = 1,
     pad_id: int = 0,
     row_tokens: int | None = None,
+    start_multiple: int = 1,
+    vocab_size: int | None = None,
     parts: Sequence[str] = (),
     fill: Collection[str] = (),
 ) -> TokenBatch:
@@ -190,6 +197,10 @@ def pack(
       row_tokens: None = one trajectory a row. Otherwise rows of so many tokens hold several trajectories, each
         a segment of its own, and the prompt that members of a group have in common is laid out once, before
         them, as a shared prefix (see `TokenBatch.segments`). The gradient is the same; attention costs T² a row.
+      start_multiple: in rows of several trajectories, each begins at a multiple of so many columns, and so many tokens
+        are shared: the tokens between are of the trajectory before, and nothing is computed from them. With 2, bfloat16
+        products over a row add up the tokens of a sequence in the pairs in which the sampler did.
+      vocab_size: of the model, which no id of a support may reach; None: not known, and not checked.
       parts: names of reward parts that the batch carries as streams in `rewards`; "reward" is the reward itself, where
         the task gives no part of this name. A part that is None is NaN in its stream: no signal, and not a 0.
       fill: on-demand fields that the batch carries: agent; baseline_reward (NaN where it is None);
@@ -205,14 +216,16 @@ def pack(
 
     Raises:
       ValueError: no trajectory; fields of different lengths; a greedy trajectory; a log-prob that is not
-        finite; a part that a scored trajectory lacks, or lists that one lacks; a token outside its support; a trajectory longer than `row_tokens`; a
+        finite; a part that a scored trajectory lacks, or lists that one lacks; a token outside its support, or a support outside the
+        vocabulary; a trajectory longer than `row_tokens`; a
         name in `fill` that is not one of those.
     """
     if not trajectories:
         raise ValueError("pack: no trajectories. Skip the train step when nothing was kept.")
-    if pad_to_multiple < 1 or rows_multiple < 1:
+    if min(pad_to_multiple, rows_multiple, start_multiple) < 1:
         raise ValueError(
-            f"pack: pad_to_multiple and rows_multiple must be at least 1, got {pad_to_multiple}, {rows_multiple}."
+            f"pack: pad_to_multiple, rows_multiple and start_multiple must be at least 1, got {pad_to_multiple}, "
+            f"{rows_multiple}, {start_multiple}."
         )
     _check(trajectories)
     unknown = sorted(set(fill) - ON_REQUEST)
@@ -221,19 +234,18 @@ def pack(
             f"pack: cannot fill {', '.join(unknown)}; on request: {', '.join(sorted(ON_REQUEST))}."
         )
     listed = _listed(trajectories) if "topk_logprob_behavior" in fill else 0
-    supported = _supported(trajectories)
+    supported = _supported(trajectories, vocab_size)
     if row_tokens is None:
         rows = [[_Family(0, [i], len(t.tokens))] for i, t in enumerate(trajectories)]
         width = max(family.tokens for (family,) in rows)
     else:
-        families = _families(trajectories, row_tokens)
+        width = _up(row_tokens, start_multiple)
+        families = _families(trajectories, row_tokens, start_multiple)
         families.sort(key=lambda family: -family.tokens)  # stable: ties in the given order
-        fits = first_fit([family.tokens for family in families], row_tokens)
+        fits = first_fit([family.tokens for family in families], width)
         # A sequence with a prompt of its own comes before the families of its row: it must not see their prefix.
         rows = [sorted((families[i] for i in row), key=lambda family: family.prefix > 0) for row in fits]
-        width = row_tokens
-    T = -(-width // pad_to_multiple) * pad_to_multiple
-    B = -(-len(rows) // rows_multiple) * rows_multiple
+    T, B = _up(width, pad_to_multiple), _up(len(rows), rows_multiple)
 
     def full(value: float, dtype: type) -> np.ndarray:
         return np.full((B, T), value, dtype)
@@ -314,6 +326,16 @@ def pack(
                             )
                         part = given[name]
                         stream[row, last] = np.nan if part is None else part
+                if row_tokens is not None and (free := min(_up(length, start_multiple), T - start) - length):
+                    gap = (row, slice(start + length, start + length + free))
+                    positions[gap] = len(t.tokens) + np.arange(free)
+                    segments[gap], trajectory[gap], group[gap] = segment, index, groups[t.group]
+                    temperature[gap], truncated[gap] = t.temperature, t.truncated
+                    if agent is not None:
+                        agent[gap] = t.agent
+                    if baseline is not None:
+                        baseline[gap] = np.nan if t.baseline is None else t.baseline
+                    length += free
                 start += length
 
     arrays: dict[str, Any] = {

@@ -1063,7 +1063,7 @@ def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> 
     if mesh is not None:
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     spread = everywhere(weights)
-    if spread is not None:
+    if spread is not None and isinstance(spread.mesh, jax.sharding.Mesh):
         return page_sharding(config, spread.mesh)
     shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     # Committed there from the start, as the pages that a program returns are: it is compiled once.

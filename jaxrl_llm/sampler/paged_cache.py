@@ -33,6 +33,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.attention import fold_keys, own_key, scaled_queries, sum_of_weights
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.quantize import DTYPES, Stored, quantize, restore
 
@@ -308,7 +309,7 @@ def _visit_pages(
         new_high = jnp.maximum(high, jnp.max(scores, axis=-1))
         rescale = jnp.exp(high - new_high)
         weights = jnp.exp(scores - new_high[..., None])
-        mass = mass * rescale + jnp.sum(weights, axis=-1)
+        mass = mass * rescale + sum_of_weights(weights.astype(v.dtype))
         if cache.v_scale is not None:
             weights = weights * _page_of_rows(cache.v_scale, layer, page)[:, :, None].astype(wide)
         mixed = mixed * rescale[..., None] + jnp.einsum(
@@ -363,11 +364,8 @@ def decode_sums(
     B, _, H, K = q.shape
     k, v = (_seen(as_stored(cache, x), q.dtype) for x in (k, v))
     N = k.shape[2]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q_BNGK = (q * K**-0.5).astype(q.dtype).reshape(B, N, H // N, K)
-    own = jnp.sum(q_BNGK.astype(wide) * k.reshape(B, N, 1, K).astype(wide), axis=-1)
-    mixed = jnp.broadcast_to(v.reshape(B, N, 1, K).astype(wide), q_BNGK.shape)
-    carry = (own, jnp.ones_like(own), mixed)
+    q_BNGK = scaled_queries(q).reshape(B, N, H // N, K)
+    carry = own_key(q_BNGK, k.reshape(B, N, 1, K), v.reshape(B, N, 1, K))
     skip = None
     if tiles is not None:
         carry, skip = _visit_tiles(cache, layer, tiles, q_BNGK, carry), tiles.skip
@@ -420,17 +418,23 @@ def chunk_attention(
     N = k.shape[2]
     G = H // N
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    q = (q * K**-0.5).astype(q.dtype)
+    q = scaled_queries(q)
     q_BNQK = q.reshape(B, C, N, G, K).transpose(0, 2, 3, 1, 4).reshape(B, N, G * C, K)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, N, C, K]
-    scores = jnp.einsum("bnqk,bnsk->bnqs", q_BNQK, k, preferred_element_type=wide)
-    visible = jnp.tile(jnp.tril(jnp.ones((C, C), bool)), (G, 1))
-    scores = jnp.where(visible, scores, -jnp.inf)
-    high = jnp.max(scores, axis=-1)
-    weights = jnp.exp(scores - high[..., None])
-    mixed = jnp.einsum("bnqs,bnsk->bnqk", weights.astype(v.dtype), v, preferred_element_type=wide)
-    carry = (high, jnp.sum(weights, axis=-1), mixed)
-    _, mass, mixed = _visit_pages(cache, layer, table, starts, blocks, q_BNQK, carry)
+    own = own_key(q_BNQK, jnp.tile(k, (1, 1, G, 1)), jnp.tile(v, (1, 1, G, 1)))
+    carry = _visit_pages(cache, layer, table, starts, blocks, q_BNQK, own)
+    S = cache.page_size
+    k_pages, v_pages = (x.reshape(B, N, C // S, S, K).transpose(2, 0, 1, 3, 4) for x in (k, v))
+    place = jnp.tile(jnp.arange(C), G)[:, None]
+
+    def body(j, carry):
+        k, v = k_pages[j], v_pages[j]
+        scores = jnp.einsum("bnqk,bnsk->bnqs", q_BNQK, k, preferred_element_type=wide)
+        return fold_keys(carry, jnp.where(j * S + jnp.arange(S) < place, scores, -jnp.inf), v)
+
+    # As pages that are in the cache already, and by a loop that stays one, so that the products are those of decoding.
+    pages = jax.lax.optimization_barrier(jnp.int32(C // S))
+    _, mass, mixed = jax.lax.fori_loop(0, pages, body, carry)
     out = (mixed / mass[..., None]).astype(q.dtype)
     return out.reshape(B, N, G, C, K).transpose(0, 3, 1, 2, 4).reshape(B, C, H, K)
 

@@ -173,8 +173,10 @@ class Chaos:
         if harm == "delay":
             self.later.append((self.counts["turn"] + 3, lambda: self.arrive(worker, request)))
             return
-        for _ in range(2 if harm == "double" else 1):
-            self.arrive(worker, request)
+        self.arrive(worker, request)
+        if harm == "double":  # at once, while it is worked on, or after it has been done
+            turn = self.counts["turn"] + self.chance.choice((0, 3, 60))
+            self.later.append((turn, lambda: self.arrive(worker, request)))
 
     def arrive(self, worker, request):
         if worker in self.workers:

@@ -12,17 +12,18 @@ import pytest
 
 import jaxrl_llm as jrl
 from jaxrl_llm import recipes
+from jaxrl_llm.diagnostics.parity import certify, show_certificate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.config import TINY, TINY_MOE
-from jaxrl_llm.models.experts import expert_mlp
+from jaxrl_llm.models.experts import expert_mlp, on_mesh
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
-from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.mesh import BATCH_AXES, make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.types import Prompt, TokenBatch
@@ -172,19 +173,26 @@ def updated(sizes, micro_batch_rows=None):
 
 def same(found, expected):
     for name, value in expected[1].items():
+        if name == "expert_exchange":  # which is what a mesh adds
+            continue
         assert found[1][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert expected[1]["grad_norm"] > 0
     np.testing.assert_allclose(found[2], expected[2], atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], expected[0])
 
 
+@pytest.mark.slow
 def test_micro_batches_change_no_number():
     same(updated(None, 2), updated(None))
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), pytest.param((1, 1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), (1, 1, 2, 4)])
 def test_a_mesh_changes_no_number(sizes):
     same(updated(sizes), updated(None))
+    # Each token goes to the 3 other ranks as f32 with 2 experts and gates, and comes back as f32; in 2 layers.
+    moved = 2 * 3 * 8 * 16 * (4 * D + 2 * 8 + 4 * D) * sizes[2]
+    assert updated(sizes)[1]["expert_exchange"] == moved
 
 
 # ------------------------------------------------------------------------------------------ the sampler
@@ -248,6 +256,32 @@ def test_what_is_sampled_and_recorded_does_not_depend_on_slots_neighbours_or_pre
 
 
 @pytest.mark.slow
+def test_with_room_for_all_tokens_an_all_to_all_gives_the_same_numbers():
+    mesh = make_mesh(fsdp=2, expert=4)
+    layer, h = one_layer(), hidden(8, 8)
+    weights = jax.random.normal(jax.random.key(2), h.shape)
+
+    def measured(config):
+        def total(layer, h):
+            y, routed = expert_mlp(layer, config, h)
+            return jnp.sum(y * weights), (y, routed.dropped)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(layer, h)
+
+    roomy = on_mesh(dataclasses.replace(TINY_MOE, expert_capacity=E / K), mesh, BATCH_AXES)
+    (_, (y, dropped)), grads = measured(roomy)
+    (_, (expected, _)), expected_grads = measured(TINY_MOE)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), grads, expected_grads)
+    assert np.all(dropped == 0)
+    tight = on_mesh(dataclasses.replace(TINY_MOE, expert_capacity=0.5), mesh, BATCH_AXES)
+    (_, (y, dropped)), _ = measured(tight)
+    kept = np.asarray(dropped) == 0
+    assert 0 < kept.sum() < kept.size
+    np.testing.assert_allclose(np.asarray(y)[kept], np.asarray(expected)[kept], atol=1e-5)
+
+
+@pytest.mark.slow
 def test_experts_on_other_devices_change_no_sampled_token():
     mesh = make_mesh(expert=4, tensor=2)
     spread = jax.device_put(params(), param_shardings(TINY_MOE, mesh))
@@ -303,20 +337,34 @@ def test_balancing_evens_out_the_loads_and_needs_experts():
     objective = jrl.chain(recipes.grpo(), jrl.balance_experts(1.0))
     with pytest.raises(ValueError, match="the model has no experts"):
         make_update_step(objective, TINY, optax.sgd(0.1))
-    optimizer = optax.sgd(1.0)
+    optimizer = optax.sgd(0.05)
     copies = jax.tree.map(lambda x: x.copy(), params())
-    # Of the router, so that it begins with a preference for the first two experts.
-    copies["layers"]["router"] = copies["layers"]["router"].at[..., :2].add(0.05)
     state = init_state(copies, optimizer, objective, key=jax.random.key(1))
     prepared, objective_state = make_prepare(objective)(batch(), state.objective_state)
     state = dataclasses.replace(state, objective_state=objective_state)
     step = make_update_step(objective, TINY_MOE, optimizer, remat=False)
     loads = []
-    for _ in range(24):
+    for _ in range(30):
         state, metrics = step(state, prepared)
         loads.append(float(metrics["expert_load_max"].value))
-    assert loads[-1] < 0.8 * loads[0], loads
-    assert float(metrics["penalty_balance_experts"].value) >= 0.99
+    assert loads[-1] < 0.7 * loads[0], loads
+
+
+@pytest.mark.slow
+def test_the_certificate_says_what_the_gap_would_be_without_replay():
+    config = dataclasses.replace(TINY_MOE, dtype="bfloat16")
+    probes = [dataclasses.replace(p, uid=f"parity/{i}") for i, p in enumerate(prompts())]
+    certificate = certify(
+        lambda asked: Sampler(config, slots=8, page_size=8, pages=64).generate(params(), asked, SAMPLING),
+        make_score(config),
+        probes,
+        params=params(),
+        config=config,
+        temperature=1.0,
+    )
+    assert certificate.passed, certificate.reasons
+    assert certificate.unreplayed_mean_gap >= certificate.mean_gap > 0
+    assert "own experts" in show_certificate(certificate)
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def test_golden_tiny_values(folder, logits):
     np.testing.assert_allclose(last, expected["last_logits"], atol=1e-4)
 
 
-@pytest.mark.parametrize("expert", [2, 8])
+@pytest.mark.parametrize("expert", [8, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("folder", [p for p in SUPPORTED_FOLDERS if "moe" in p.name], ids=lambda p: p.name)
 def test_golden_tiny_values_with_experts_spread_over_devices(folder, expert):
     expected = json.loads((folder / "expected.json").read_text())

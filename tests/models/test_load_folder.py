@@ -261,6 +261,22 @@ def test_n25_logits_survive_export_bit_for_bit(hf_folder, logits):
         np.testing.assert_array_equal(logits(model.params, model.config, tokens), expected)
 
 
+def test_n26_dropout_that_a_config_asks_for_is_never_applied(hf_folder, logits):
+    """Policy, reference and sampler are one function without randomness, so that KL is 0 and the ratio 1 at the start."""
+
+    def drop(raw):
+        raw |= {"attention_dropout": 0.1, "hidden_dropout": 0.1, "resid_pdrop": 0.1}
+
+    with_dropout, without = load_model(hf_folder("drop", config_edit=drop)), load_model(hf_folder())
+    assert with_dropout.config == without.config
+    tokens = np.arange(24).reshape(2, 12)
+    first, again, expected = (
+        logits(m.params, m.config, tokens) for m in (with_dropout, with_dropout, without)
+    )
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(first, again)
+
+
 def test_truncated_weights_are_refused(hf_folder):
     folder = hf_folder()
     data = (folder / "model.safetensors").read_bytes()

@@ -101,8 +101,13 @@ def test_what_one_process_raises_all_raise(run_as):
 def test_processes_that_were_not_started_alike(run_as):
     same = run_as(2, lambda index: agree.check_same("config", {"steps": 3}))
     assert same == [None, None]
-    for other, words in (({"steps": 4}, "steps=4 and process 0 has 3"), ({}, "steps=None and process 0 has 3")):
-        for outcome in run_as(2, lambda index, other=other: agree.check_same("config", [{"steps": 3}, other][index])):
+    for other, words in (
+        ({"steps": 4}, "steps=4 and process 0 has 3"),
+        ({}, "steps=None and process 0 has 3"),
+    ):
+        for outcome in run_as(
+            2, lambda index, other=other: agree.check_same("config", [{"steps": 3}, other][index])
+        ):
             assert isinstance(outcome, InputError) and words in str(outcome) and "process 1" in str(outcome)
 
 

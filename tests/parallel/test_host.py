@@ -16,7 +16,12 @@ def mesh():
 
 @pytest.mark.parametrize("put", [host.place, lambda tree, where: jax.tree.map(host._spread, tree, where)])
 def test_arrays_lie_where_they_are_put(mesh, put):
-    tree = {"a": np.arange(8.0).reshape(4, 2), "b": jax.numpy.arange(3), "key": jax.random.key(5), "none": None}
+    tree = {
+        "a": np.arange(8.0).reshape(4, 2),
+        "b": jax.numpy.arange(3),
+        "key": jax.random.key(5),
+        "none": None,
+    }
     where = {
         "a": NamedSharding(mesh, PartitionSpec("data", "tensor")),
         "b": NamedSharding(mesh, PartitionSpec()),

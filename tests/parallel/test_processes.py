@@ -112,7 +112,9 @@ def test_every_device_of_every_process_is_in_the_mesh(monkeypatch):
     devices = jax.device_count()
     check_covers(devices)
     for needed in (1, devices + 1):
-        with pytest.raises(InputError, match=rf"takes {needed} devices, and the 2 processes .* have {devices} together"):
+        with pytest.raises(
+            InputError, match=rf"takes {needed} devices, and the 2 processes .* have {devices} together"
+        ):
             check_covers(needed)
 
 

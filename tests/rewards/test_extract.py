@@ -5,7 +5,9 @@ import time
 import pytest
 
 from jaxrl_llm.rewards import (
+    GRADERS,
     after_thinking,
+    answer_line,
     answer_tag,
     first_line,
     grade_boxed,
@@ -130,6 +132,23 @@ def test_r17_the_last_answer_is_used():
     assert grade_tag(text, "7").value == 0.0
     assert grade_tag("<think><answer>7</answer>", "7").value == 0.0
     assert grade_tag("```<answer>7</answer>```", "7").value == 0.0
+
+
+@pytest.mark.parametrize(
+    "text,line",
+    [
+        ("<think>a\nb</think>\n\n106\nx", "106"),
+        (" <think>106</think>", ""),
+        ("<think>106", ""),  # never closed
+        ("106\n<think>a", "106"),
+        ("106", "106"),
+        ("\n106", ""),
+    ],
+)
+def test_r04_the_first_line_is_that_of_the_answer(text, line):
+    assert answer_line(text) == line
+    assert GRADERS["number"].score(text, "106", "").value == float(line == "106")
+    assert GRADERS["line"].score(text, "106", "").value == float(line == "106")
 
 
 def test_first_line():

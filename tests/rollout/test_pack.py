@@ -283,6 +283,26 @@ def test_the_prompt_of_a_group_is_laid_out_once():
     assert batch.reward[0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
+def test_sequences_begin_at_even_columns_when_asked():
+    trajectories = grouped()
+    batch = host(pack(trajectories, learner_version=0, row_tokens=13, pad_to_multiple=1, start_multiple=2))
+    assert batch.shape[1] == 14
+    shared = (batch.segments < 0).sum(axis=1)
+    assert shared.sum() == 2 + 2 and (batch.mask.sum() == sum(t.mask.sum() for t in trajectories))
+    for index, t in enumerate(trajectories):
+        row, columns = np.nonzero((batch.trajectory == index) & (batch.segments > 0))
+        first = batch.positions[row[0], columns[0]]
+        assert len(set(row)) == 1 and columns[0] % 2 == first % 2 == 0
+        own = len(t.tokens) - first
+        assert len(columns) - own in (0, 1)  # a token more, of which nothing is computed
+        assert batch.tokens[row[0], columns[:own]].tolist() == t.tokens[first:].tolist()
+        assert batch.positions[row[0], columns].tolist() == list(range(first, first + len(columns)))
+        assert batch.mask[row[0], columns].sum() == t.mask.sum()
+        assert not batch.mask[row[0], columns[own:]].any() and not batch.reward[row[0], columns[own:]].any()
+    with pytest.raises(ValueError, match="start_multiple"):
+        pack(trajectories, learner_version=0, start_multiple=0)
+
+
 def test_a_prompt_of_its_own_comes_before_the_families_of_its_row():
     batch = host(pack(grouped(), learner_version=0, row_tokens=64))
     assert batch.shape == (1, 64)
@@ -376,6 +396,13 @@ def test_supports_come_along_in_padded_and_in_packed_rows():
         assert ids[at[1]].tolist() == [[9, 3, -1], [1, 7, -1]] and ids[at[2]].tolist() == [[-1, -1, -1]]
         assert (batch.support_ids[~batch.mask] == -1).all()
     assert pack([c], learner_version=5).support_ids is None
+
+
+def test_a_support_outside_the_vocabulary_is_refused_where_that_is_known():
+    t = make([5, 6], [7, 8], support_ids=np.array([[-1, -1], [-1, -1], [7, 90], [8, -1]], np.int32))
+    assert pack([t], learner_version=5, vocab_size=91).support_ids is not None
+    with pytest.raises(ValueError, match="hold 90, and the vocabulary of the model ends at 63"):
+        pack([t], learner_version=5, vocab_size=64)
 
 
 @pytest.mark.parametrize(

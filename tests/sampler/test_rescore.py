@@ -55,7 +55,7 @@ SAMPLING = {
 @functools.cache
 def tools(dtype):
     """(sampler with few pages, its scorer with products of `SLOTS` rows)."""
-    sampler = Sampler(dataclasses.replace(TINY, dtype=dtype), slots=SLOTS, page_size=8, pages=40)
+    sampler = Sampler(dataclasses.replace(TINY, dtype=dtype), slots=SLOTS, page_size=8, pages=30)
     return sampler, ExactScorer(sampler.config, slots=SLOTS, page_size=8, rows=SLOTS)
 
 
