@@ -300,6 +300,9 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
         program.dynamic_trips,
     )
     hbm = counted.hbm_bytes + program.kernel_bytes
+    # The products of a custom kernel are not in the text; they are at least the useful ones.
+    useful = program.useful_flops / program.mesh.devices.size
+    flops = max(counted.flops, useful) if counted.kernels else counted.flops
     return Compiled(
         program,
         program.mesh.devices.size,
@@ -308,9 +311,7 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
         max(0, executable.results - executable.replaced),
         counted,
         hbm,
-        peak_time(
-            topology.chip, counted.flops, hbm, counted.network_bytes("ICI"), counted.network_bytes("DCN")
-        ),
+        peak_time(topology.chip, flops, hbm, counted.network_bytes("ICI"), counted.network_bytes("DCN")),
         executable.seconds,
     )
 

@@ -421,6 +421,7 @@ def sampler_programs(
                 rows,
                 Tables(stop=ids, halt=ids),
                 i32(),
+                None,
                 steps=sampling.steps_per_dispatch,
                 truncate=truncate,
                 raw=False,

@@ -5,14 +5,18 @@ import math
 import re
 import sys
 
+import jax
 import pytest
 
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config, parse_config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, topology_of
+from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.programs import forward_flops, workload_of
+from jaxrl_llm.planning.plan import compile_program
+from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
 
 
@@ -162,3 +166,50 @@ def test_the_configs_for_pods_are_valid_and_their_models_known():
         config = load_config(name)
         model = shape_of(config.model.source, config.model.dtype)
         assert config.model.max_context <= model.max_positions
+
+
+class Lowered:
+    """A program that the compiler refuses."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def as_text(self):
+        return self.message
+
+    def compile(self):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def refused(message, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXRL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
+    mesh = make_mesh(fsdp=2)
+    program = Program("update", lambda: Lowered(message), mesh, {"master weights": 2**30}, 1, 1e9)
+    return compile_program(program, topology(2))
+
+
+def test_a_program_that_alone_is_larger_than_a_chip_says_by_how_much(monkeypatch, tmp_path):
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 130.50G of 95.74G hbm. Exceeded …"
+    )
+    found = refused(message, monkeypatch, tmp_path)
+    assert found.arguments + found.temporaries == 130.5 * 2**30
+    assert found.memory()["master weights"] == 2**30
+    assert found.time == 0
+
+
+def test_a_program_that_does_not_compile_is_a_fault_that_is_told(monkeypatch, tmp_path):
+    with pytest.raises(RuntimeError, match="update does not compile .*INVALID_ARGUMENT: no such thing"):
+        refused("INVALID_ARGUMENT: no such thing", monkeypatch, tmp_path)
+
+
+def test_what_is_compiled_once_is_read_the_next_time(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXRL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
+    mesh = make_mesh(fsdp=2)
+    lowered = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32"))
+    first = compiled(lowered, mesh)
+    monkeypatch.setattr(type(lowered), "compile", None)
+    assert compiled(lowered, mesh) == first
+    assert "ENTRY" in first.text and first.arguments == 8 * 8 * 4

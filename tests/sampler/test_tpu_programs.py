@@ -101,6 +101,7 @@ def compile_for(topology, config, program, weights):
                 rows,
                 Tables(stop=ids, halt=ids),
                 i32(),
+                None,
                 steps=8,
                 truncate=False,
                 raw=False,
