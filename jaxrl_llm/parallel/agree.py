@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
 
-__all__ = ["any_process", "check_same", "is_first", "on_first", "several", "together"]
+__all__ = ["any_process", "check_same", "do_on_first", "is_first", "on_first", "several", "together"]
 
 T = TypeVar("T")
 
@@ -46,6 +46,15 @@ def on_first(function: Callable[[], T]) -> T:
     if error is not None:
         raise outcome[1] if outcome and outcome[1] else error
     return outcome[0] if outcome else value
+
+
+def do_on_first(function: Callable[[], object]) -> None:
+    """As `on_first`, for what it does; when it returns, it has been done."""
+
+    def do() -> None:
+        function()
+
+    on_first(do)
 
 
 def together(function: Callable[[], T]) -> T:

@@ -36,7 +36,7 @@ import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
-from jaxrl_llm.parallel.agree import is_first, on_first, several, together
+from jaxrl_llm.parallel.agree import do_on_first, is_first, on_first, several, together
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
     as_key,
@@ -149,7 +149,7 @@ class SnapshotStore:
                     "folder, or resume from the newest snapshot."
                 )
             self._delete(version)
-        on_first(lambda: self._check_room(leaves))
+        do_on_first(lambda: self._check_room(leaves))
         manifest: dict[str, Any] = {
             "format": _FORMAT,
             "version": version,

@@ -68,6 +68,12 @@ def test_the_first_process_alone_decides(run_as, value):
     assert calls == [0]
 
 
+def test_what_the_first_process_does_need_not_be_told(run_as):
+    calls = []
+    assert run_as(2, lambda index: agree.do_on_first(lambda: calls.append(index) or object())) == [None, None]
+    assert calls == [0]
+
+
 class Strange(Exception):
     def __init__(self, one, two):  # cannot be made from its text again
         super().__init__(one)
