@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "SnapshotError", "did_you_mean", "nearest"]
+__all__ = ["DamagedError", "InputError", "SnapshotError", "did_you_mean", "nearest"]
 
 
 def nearest(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -33,3 +33,7 @@ class InputError(ValueError):
 
 class SnapshotError(RuntimeError):
     """A snapshot could not be written. Says which snapshots are still good. The command line exits with 1."""
+
+
+class DamagedError(Exception):
+    """A snapshot cannot be trusted: unreadable, or not what was saved. `SnapshotStore` then says so and takes another."""

@@ -51,7 +51,7 @@ from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.load import Model
 from jaxrl_llm.objectives import build_objective, check_teacher, is_trust_region, uses_groups
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
-from jaxrl_llm.parallel.agree import on_first
+from jaxrl_llm.parallel.agree import do_on_first
 from jaxrl_llm.parallel.host import read
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.run_folder import prepare_folder
@@ -359,7 +359,7 @@ class SupervisedRun(BaseRun):
         rows, self.held_out = _read(config, self.pairs, self.labels)
         _check_objective(objective, rows)
         self.notes = _one_kind_of_label(rows)
-        on_first(lambda: prepare_folder(folder, config, resume=resume))
+        do_on_first(lambda: prepare_folder(folder, config, resume=resume))
         model = configured_model(config)
         if config.model.max_context > model.config.max_positions:
             raise InputError(

@@ -96,7 +96,7 @@ from jaxrl_llm.objectives import (
     check_trainable,
     is_trust_region,
 )
-from jaxrl_llm.parallel.agree import any_process, check_same, is_first, on_first, several
+from jaxrl_llm.parallel.agree import any_process, check_same, do_on_first, is_first, on_first, several
 from jaxrl_llm.parallel.host import place, read
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.processes import check_covers
@@ -557,7 +557,7 @@ class Run(BaseRun):
         sampling_params(config, task)  # refuses what contradicts itself
         if workers is not None:
             check_fleet(config, workers)
-        on_first(lambda: prepare_folder(folder, config, resume=resume))
+        do_on_first(lambda: prepare_folder(folder, config, resume=resume))
         transport = None if workers is None else open_transport(config, workers)
         model = in_sampler_order(
             config, configured_model(config), packed=config.learner.row_tokens is not None
@@ -932,12 +932,12 @@ def _session(
             run = make_run(config, folder, resume=resume)
         for note in run.notes:
             display.note(note)
-        on_first(lambda: write_run_info(folder))
+        do_on_first(lambda: write_run_info(folder))
         with contextlib.closing(run), run.snapshots, StopRequest(any_process if several() else None) as stop:
             if resume:
                 run.restore()
                 # With the overrides of this call, now that nothing refused them.
-                on_first(lambda: write_config(folder, config))
+                do_on_first(lambda: write_config(folder, config))
             start = run.version
             display.note(f"Run folder: {folder}" + (f", going on after step {start}" if resume else ""))
             # At step 0 the first evaluation is made again, so its row must go as well.

@@ -5,17 +5,17 @@ Every process must call them in the same order: they wait for each other, as any
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
 
-__all__ = ["any_process", "check_same", "is_first", "on_first", "several", "together"]
+__all__ = ["any_process", "check_same", "do_on_first", "is_first", "on_first", "several", "together"]
 
 T = TypeVar("T")
 
@@ -37,15 +37,24 @@ def on_first(function: Callable[[], T]) -> T:
     """What the function gives in process 0, which alone calls it; what it raises there is raised everywhere.
 
     Args:
-      function: its result is pickled for the other processes. It must not wait for them.
+      function: its result consists of JSON values (tuples reach the others as lists). It must not wait for them.
     """
     if not several():
         return function()
     outcome = _attempt(function) if is_first() else None
-    value, error = pickle.loads(_gather(_packed(outcome) if outcome else b"")[0])
+    value, error = _unpacked(_gather(_packed(*outcome) if outcome else b"")[0])
     if error is not None:
         raise outcome[1] if outcome and outcome[1] else error
     return outcome[0] if outcome else value
+
+
+def do_on_first(function: Callable[[], object]) -> None:
+    """As `on_first`, for what it does; when it returns, it has been done."""
+
+    def do() -> None:
+        function()
+
+    on_first(do)
 
 
 def together(function: Callable[[], T]) -> T:
@@ -57,7 +66,7 @@ def together(function: Callable[[], T]) -> T:
     if not several():
         return function()
     value, error = _attempt(function)
-    errors = [pickle.loads(message)[1] for message in _gather(_packed((None, error)))]
+    errors = [_unpacked(message)[1] for message in _gather(_packed(None, error))]
     if error is not None:
         raise error
     for other in errors:
@@ -73,7 +82,7 @@ def any_process(asked: bool) -> bool:
     return any(flag != b"\0" for flag in _exchange(bytes([asked]), 1))
 
 
-def check_same(what: str, mine: Mapping[str, Any]) -> None:
+def check_same(what: str, mine: dict[str, Any]) -> None:
     """Refuses processes that were not started alike.
 
     Args:
@@ -83,7 +92,8 @@ def check_same(what: str, mine: Mapping[str, Any]) -> None:
     Raises:
       InputError: in every process, when one has other values than process 0.
     """
-    firsts = on_first(lambda: dict(mine))
+    mine = json.loads(json.dumps(mine, default=str))
+    firsts = on_first(lambda: mine)
 
     def compare() -> None:
         other = sorted(key for key in {*firsts, *mine} if firsts.get(key, _ABSENT) != mine.get(key, _ABSENT))
@@ -106,14 +116,24 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _packed(outcome: tuple[Any, Exception | None]) -> bytes:
-    value, error = outcome
-    if error is not None:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # what kinds of errors a library has nobody knows; its text says enough
-            error = RuntimeError(f"process {jax.process_index()}: {type(error).__name__}: {error}")
-    return pickle.dumps((value, error))
+_KINDS = {kind.__name__: kind for kind in (InputError, SnapshotError, DamagedError)}
+
+
+def _packed(value: Any, error: Exception | None) -> bytes:
+    if error is None:
+        return json.dumps({"value": value}).encode()
+    kind, text = type(error).__name__, str(error)
+    if kind not in _KINDS:  # what kinds of errors a library has nobody knows; the text says enough
+        kind, text = "", f"process {jax.process_index()}: {kind}: {text}"
+    return json.dumps({"error": [kind, text]}).encode()
+
+
+def _unpacked(message: bytes) -> tuple[Any, Exception | None]:
+    data = json.loads(message)
+    if "error" not in data:
+        return data["value"], None
+    kind, text = data["error"]
+    return None, _KINDS.get(kind, RuntimeError)(text)
 
 
 def _gather(message: bytes) -> list[bytes]:

@@ -169,13 +169,15 @@ def collect(
       (trajectories in the order of the completions, `rollout_metrics` of them).
     """
 
-    def scored(completion: Completion) -> Score:
+    def scored(completion: Completion) -> tuple[float | None, dict[str, float | None], str]:
         own = task[completion.prompt.task] if isinstance(task, Mapping) else task
-        return score_completion(own, completion, graded_text(completion, tokenizer))
+        score = score_completion(own, completion, graded_text(completion, tokenizer))
+        numbers = {name: None if part is None else float(part) for name, part in score.parts.items()}
+        return None if score.value is None else float(score.value), numbers, score.reason
 
     # Of several processes one scores, for all: a verifier with a time limit need not say the same twice.
     judged = [*(baselines or ()), *completions]
-    scores = on_first(lambda: [scored(completion) for completion in judged])
+    scores = [Score(*given) for given in on_first(lambda: [scored(completion) for completion in judged])]
     number = len(judged) - len(completions)
     greedy = {c.prompt.uid: score.value for c, score in zip(judged[:number], scores[:number], strict=True)}
     groups: dict[str, int] = {}

@@ -35,8 +35,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
-from jaxrl_llm.errors import InputError, SnapshotError
-from jaxrl_llm.parallel.agree import is_first, on_first, several, together
+from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
+from jaxrl_llm.parallel.agree import do_on_first, is_first, on_first, several, together
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
     as_key,
@@ -56,10 +56,6 @@ _FORMAT = 1
 _PARAMS = "params/"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-
-
-class _DamagedError(Exception):
-    """This snapshot cannot be trusted: unreadable, or not what was saved."""
 
 
 class SnapshotStore:
@@ -153,7 +149,7 @@ class SnapshotStore:
                     "folder, or resume from the newest snapshot."
                 )
             self._delete(version)
-        on_first(lambda: self._check_room(leaves))
+        do_on_first(lambda: self._check_room(leaves))
         manifest: dict[str, Any] = {
             "format": _FORMAT,
             "version": version,
@@ -330,7 +326,7 @@ class SnapshotStore:
             with reported():
                 try:
                     result = read(candidate)
-                except _DamagedError as error:
+                except DamagedError as error:
                     reasons.append(f"{self.directory / str(candidate)}: {error}")
                 else:
                     self._restored = candidate if remember else self._restored
@@ -376,14 +372,14 @@ class SnapshotStore:
             ]
         # Whatever is wrong with the files (missing, empty, not JSON, not UTF-8) means one thing.
         except Exception as error:
-            raise _DamagedError(f"{item} cannot be read: {_short(error)}") from error
+            raise DamagedError(f"{item} cannot be read: {_short(error)}") from error
 
     def _read_manifest(self, version: int) -> dict[str, Any]:
         sealed = self._read_json(version, "manifest")
         if not isinstance(sealed, dict) or set(sealed) != {"seal", "body"}:
-            raise _DamagedError("the manifest is incomplete")
+            raise DamagedError("the manifest is incomplete")
         if _digest_json(sealed["body"]) != sealed["seal"]:
-            raise _DamagedError("the manifest is not what was saved")
+            raise DamagedError("the manifest is not what was saved")
         manifest = sealed["body"]
         if manifest["format"] > _FORMAT:
             raise InputError(
@@ -395,7 +391,7 @@ class SnapshotStore:
     def _read_meta(self, version: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
         meta = self._read_json(version, "meta")
         if _digest_json(meta) != manifest["meta"]:
-            raise _DamagedError("meta is not what was saved")
+            raise DamagedError("meta is not what was saved")
         return meta
 
     def _check_fit(self, version: int, manifest: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -449,7 +445,7 @@ class SnapshotStore:
         actual = leaf_records(keyed)
         wrong = [name for name in wanted if actual[name]["digest"] != records[name]["digest"]]
         if wrong:
-            raise _DamagedError(
+            raise DamagedError(
                 f"the digest of {len(wrong)} of {len(wanted)} leaves is not the saved one: {', '.join(wrong[:3])}"
             )
         return {name: finish(keyed[name], leaf) for name, leaf in wanted.items()}
@@ -464,7 +460,7 @@ class SnapshotStore:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" in str(error) and "lloc" in str(error):  # device memory, not damage
                 raise
-            raise _DamagedError(f"an array cannot be read: {_short(error)}") from error
+            raise DamagedError(f"an array cannot be read: {_short(error)}") from error
 
     def _check_room(self, leaves: Mapping[str, Any]) -> None:
         need = sum(stored_bytes(leaf) for leaf in leaves.values())
@@ -496,7 +492,7 @@ class SnapshotStore:
         if version not in self._metrics:
             try:
                 self._metrics[version] = self._read_manifest(version)["metric"]
-            except _DamagedError:
+            except DamagedError:
                 self._damaged.add(version)
                 self._metrics[version] = None
         return self._metrics[version]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
 from jaxrl_llm.parallel import agree
 from jaxrl_llm.stopping import StoppedError, StopRequest
 
@@ -56,7 +56,7 @@ def test_alone_everything_is_the_plain_thing():
         agree.on_first(lambda: (_ for _ in ()).throw(InputError("mine")))
 
 
-@pytest.mark.parametrize("value", [None, {"a": (1, "é")}, "x" * 499, b"y" * 5000])
+@pytest.mark.parametrize("value", [None, {"a": [1, "é", 0.1]}, "x" * 499, ["y" * 5000]])
 def test_the_first_process_alone_decides(run_as, value):
     calls = []
 
@@ -68,13 +68,25 @@ def test_the_first_process_alone_decides(run_as, value):
     assert calls == [0]
 
 
+def test_what_the_first_process_does_need_not_be_told(run_as):
+    calls = []
+    assert run_as(2, lambda index: agree.do_on_first(lambda: calls.append(index) or object())) == [None, None]
+    assert calls == [0]
+
+
 class Strange(Exception):
-    def __init__(self, one, two):  # cannot be pickled: it is made from one argument again
+    def __init__(self, one, two):  # cannot be made from its text again
         super().__init__(one)
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(InputError("no " + "x" * 900), InputError), (Strange("odd", 2), RuntimeError)]
+    ("error", "kind"),
+    [
+        (InputError("no " + "x" * 900), InputError),
+        (DamagedError("cut"), DamagedError),
+        (SnapshotError("disk"), SnapshotError),
+        (Strange("odd", 2), RuntimeError),
+    ],
 )
 def test_what_the_first_process_raises_all_raise(run_as, error, kind):
     def fail():
