@@ -17,7 +17,7 @@ from jaxrl_llm.fleet.messages import Gone, Load, Package, Ready, Reply, Request
 from jaxrl_llm.fleet.worker import Engines, Worker
 from jaxrl_llm.sampler.base import SamplingParams
 
-__all__ = ["RayActors", "check_ray", "parse_resources"]
+__all__ = ["RayActors", "check_address", "check_ray", "parse_resources"]
 
 _FETCH = 2.0  # seconds that a worker waits for something to say before it says that it is alive
 
@@ -60,8 +60,12 @@ def parse_resources(text: str) -> dict[str, float]:
     return found
 
 
-def _check_address(address: str | None) -> None:
-    """Raises InputError for an address that cannot be used or that nobody listens at; Ray would try for minutes."""
+def check_address(address: str | None) -> None:
+    """Refuses what RAY_ADDRESS cannot be, at once: Ray would try for minutes.
+
+    Raises:
+      InputError: it is not host and port, or nobody listens there.
+    """
     if address is None or address in ("", "auto", "local"):
         return
     host, _, port = address.rpartition(":")
@@ -143,8 +147,6 @@ class RayActors:
         self._ray = ray = check_ray()
         self._mine = not ray.is_initialized()
         address = os.environ.get("RAY_ADDRESS")
-        if self._mine:
-            _check_address(address)
         others = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
         self._options: dict[str, Any] = {
             "num_cpus": resources.get("CPU", 0),

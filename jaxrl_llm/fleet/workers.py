@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.dispatcher import FAULTS, Event, Fleet, Patience
 from jaxrl_llm.fleet.in_process import InProcess
 from jaxrl_llm.fleet.messages import Transport
-from jaxrl_llm.fleet.ray_actors import RayActors, check_ray, parse_resources
+from jaxrl_llm.fleet.ray_actors import RayActors, check_address, check_ray, parse_resources
 from jaxrl_llm.fleet.stream import FleetStream
 from jaxrl_llm.models.load import config_of
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
@@ -74,7 +75,8 @@ def check_fleet(config: Config, workers: Workers) -> None:
         raise InputError(f"--workers needs a learner of one process; this one has {jax.process_count()}.")
     if workers.transport is None:
         parse_resources(workers.resources)
-        check_ray()
+        if not check_ray().is_initialized():
+            check_address(os.environ.get("RAY_ADDRESS"))
 
 
 def open_transport(config: Config, workers: Workers) -> Transport:

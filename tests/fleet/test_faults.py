@@ -207,7 +207,7 @@ def test_a_stream_goes_on_from_its_state(undisturbed):
 def test_a_stream_refuses_samples_that_another_process_had_under_way():
     _, stream = make_stream(Chaos())
     rows = [(0, Source().next_batch(1)[0], [])]
-    state = StreamState(submitted=1, ticks=1, open=rows, rows=[], ready=[], ledger={})
+    state = StreamState(submitted=1, ticks=1, taken_at=1, open=rows, rows=[], ready=[], ledger={})
     with pytest.raises(InputError, match="1 groups whose samples were under way.* Resume without --workers"):
         stream.restore(state)
 

@@ -8,7 +8,7 @@ from runs import TINY_YAML
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet.ray_actors import RayActors, parse_resources
+from jaxrl_llm.fleet.ray_actors import check_address, parse_resources
 from jaxrl_llm.fleet.workers import Workers, check_fleet
 
 
@@ -48,7 +48,7 @@ def test_the_command_line_refuses_before_it_makes_a_folder(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
+def test_a_cluster_that_is_not_there_is_refused_at_once():
     with socket.socket() as taken:  # bound and not listening, so that nobody answers
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -58,6 +58,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
             ("ray://head:10001", "RAY_ADDRESS=ray://head:10001 is not HOST:PORT"),
             ("head", "RAY_ADDRESS=head is not HOST:PORT"),
         ):
-            monkeypatch.setenv("RAY_ADDRESS", address)
             with pytest.raises(InputError, match=message):
-                RayActors(1, {"CPU": 1.0}, 0)
+                check_address(address)
+    for address in (None, "", "auto", "local"):
+        check_address(address)
