@@ -1,6 +1,6 @@
 """Reward by train step, on samples of the current policy and on old ones, corrected and not: draws stale_curves.svg.
 
-    python colab/stale_curves.py [--seeds 3] [--out colab/stale_curves.svg]
+    python colab/stale_curves.py [--seeds 2] [--out colab/stale_curves.svg]
 
 The tiny model learns to write a vowel, two prompts of eight samples a train step. Three kinds of run:
   synchronous  every sample is of the current policy (max_age 0)
@@ -105,7 +105,7 @@ def drawn(curves: dict[str, list[np.ndarray]]) -> str:
 def main() -> None:
     """Trains, prints when each run was there, draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "stale_curves.svg")
     args = parser.parse_args()
