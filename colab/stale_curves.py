@@ -25,7 +25,7 @@ from jaxrl_llm.train import train
 
 HERE = pathlib.Path(__file__).parent
 SETTINGS = (
-    "optimizer.learning_rate=5e-3",
+    "optimizer.learning_rate=3e-3",
     "rollout={prompts: 2, group_size: 8, max_tokens: 6}",
     "sampler={slots: 80, steps_per_dispatch: 8}",
     "learner.micro_batch_rows=16",
@@ -106,7 +106,7 @@ def main() -> None:
     """Trains, prints when each run was there, draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "stale_curves.svg")
     args = parser.parse_args()
     configure()

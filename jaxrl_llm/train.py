@@ -775,13 +775,16 @@ class Run(BaseRun):
         Raises:
           RuntimeError: exact log-probs are wanted, and they are not the sampler's.
         """
+        most = min(self.sampling.max_tokens, 16)
         found = certify_policy(
             self.config,
             self.policy.sampler,
             self.tokenizer,
             self.state.params,
             self.score,
-            dataclasses.replace(self.sampling, n=2, max_tokens=min(self.sampling.max_tokens, 16)),
+            dataclasses.replace(
+                self.sampling, n=2, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most)
+            ),
             probes=4,
             exact=None if self.scorer is None else self.scorer.completions,
             sampled_from=self.sampled_from,

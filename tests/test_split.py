@@ -48,7 +48,14 @@ def served(monkeypatch):
 
 
 def test_d05_the_sampler_has_the_weights_of_every_train_step(tmp_path, served):
-    short = ("steps=2", "evaluation.items=0", "snapshots.every=0", "mesh.sampler=1")
+    # min_tokens is more than the probes of the parity certificate have
+    short = (
+        "steps=2",
+        "evaluation.items=0",
+        "snapshots.every=0",
+        "mesh.sampler=1",
+        "rollout={max_tokens: 20, min_tokens: 18}",
+    )
     run_to_the_end(config(*short, file=TINY_YAML), tmp_path / "run")
     assert served == [0, 1]
 

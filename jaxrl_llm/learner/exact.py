@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.learner.score import Score
-from jaxrl_llm.parallel.host import read
 from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = ["Rescore", "SampledRun", "make_exact_score", "sampled_runs", "with_exact_value"]
@@ -44,7 +43,9 @@ def sampled_runs(batch: TokenBatch) -> list[SampledRun]:
     """
     tokens, positions, segments, mask, temperature = (
         np.asarray(x)
-        for x in read((batch.tokens, batch.positions, batch.segments, batch.mask, batch.temperature))
+        for x in jax.device_get(
+            (batch.tokens, batch.positions, batch.segments, batch.mask, batch.temperature)
+        )
     )
     out = []
     for row in np.flatnonzero(mask.any(axis=1)):

@@ -169,7 +169,7 @@ def _in_blocks(plan, q, k, v, visible, block):
         high, mass, mixed = _by_position(plan.count, own, scores, v, block)
     out = (mixed / mass[..., None]).astype(q.dtype)
     scores = jnp.where(jnp.repeat(diagonal, G, axis=0), own[0][..., None], scores)
-    weights = jnp.exp(scores - high[..., None]) / mass[..., None]
+    weights = jnp.exp(scores - (high + jnp.log(mass))[..., None])
     return out, weights.astype(v.dtype)
 
 
@@ -191,8 +191,9 @@ def _by_position(count: int, own: Softmax, scores: Array, v: Array, block: Array
     K, wide = v.shape[-1], high.dtype
     columns = [(block == j)[:, None, None] for j in range(count)]  # [B, 1, 1, T]
     highs = [high]
-    for here in columns:
+    for here in columns[:-1]:
         highs.append(jnp.maximum(highs[-1], jnp.max(jnp.where(here, scores, -jnp.inf), axis=-1)))
+    highs.append(jnp.maximum(high, jnp.max(scores, axis=-1)))
     reference = highs[1][..., None]
     for here, top in zip(columns[1:], highs[2:], strict=True):
         reference = jnp.where(here, top[..., None], reference)

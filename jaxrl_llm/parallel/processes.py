@@ -121,11 +121,12 @@ def leave_together(code: int) -> None:
     wait = _FAREWELL if code in (0, EXIT_STOPPED) else _GOODBYE
     try:
         ocp.multihost.get_barrier_sync_fn()(key="jaxrl/leave", timeout_ms=wait * 1000)
-    except Exception as error:  # the runtime has many types for a peer that is not there
-        if code in (0, EXIT_STOPPED):
-            print(
-                f"jaxrl: the other processes did not end with this one: {str(error)[:200]}", file=sys.stderr
-            )
+    except Exception:  # the runtime has many types for a peer that is not there
+        print(
+            "jaxrl: the other processes of this run did not end with this one. What went wrong first is in the output of one of "
+            "them; the run goes on from its newest snapshot with --resume.",
+            file=sys.stderr,
+        )
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

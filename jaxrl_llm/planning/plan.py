@@ -8,8 +8,12 @@ Seconds are not measured: each is the largest of what compute, HBM and the netwo
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
@@ -254,7 +258,7 @@ def make_plan(
         work,
         tuple(parts),
         tuple(phases),
-        _notes(parts, found),
+        _notes(parts, found) + _copies(model, samplers),
     )
 
 
@@ -274,13 +278,21 @@ def _meshes(config: Config, topology: Topology) -> tuple[Any, Any]:
             f"mesh.sampler: {apart} chips that only sample leave none of the {len(topology.devices)} of "
             f"{topology.name} for the learner."
         )
-    mesh = device_mesh(topology, sizes, topology.devices[:left])
-    return mesh, device_mesh(topology, dict.fromkeys(AXES, 1), topology.devices[left : left + 1])
+    # Libtpu compiles for slices whole or in part, but for none without a device.
+    slices = math.ceil(left * topology.slices / len(topology.devices))
+    part = topology_of(topology.name, slices)
+    mesh = device_mesh(part, sizes, part.devices[:left])
+    single = topology_of(topology.name)
+    return mesh, device_mesh(single, dict.fromkeys(AXES, 1), single.devices[:1])
 
 
 def compile_program(program: Program, topology: Topology) -> Compiled:
     """Compiles a program and counts it."""
-    executable = compiled(program.lower(), program.mesh)
+    lowered = program.lower()
+    try:
+        executable = compiled(lowered, program.mesh)
+    except jax.errors.JaxRuntimeError as error:
+        return _too_large(program, str(error))
     counted = cost(
         executable.text,
         dict(program.mesh.shape),
@@ -300,6 +312,32 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
             topology.chip, counted.flops, hbm, counted.network_bytes("ICI"), counted.network_bytes("DCN")
         ),
         executable.seconds,
+    )
+
+
+def _too_large(program: Program, error: str) -> Compiled:
+    """What the compiler says of a program that alone takes more than a chip has; it counts nothing then.
+
+    Raises:
+      RuntimeError: it failed for another reason.
+    """
+    used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", error)
+    if "RESOURCE_EXHAUSTED" not in error or used is None:
+        raise RuntimeError(
+            f"plan: {program.name} does not compile for this topology: {error[:2000]}"
+        ) from None
+    size = int(float(used.group(1)) * {"K": 2**10, "M": 2**20, "G": 2**30}[used.group(2)])
+    arguments = sum(program.holds.values())
+    return Compiled(
+        program,
+        program.mesh.devices.size,
+        arguments,
+        max(0, size - arguments),
+        0,
+        Cost(0.0, 0.0, (), (), (), ()),
+        0.0,
+        dict.fromkeys(("compute", "hbm", "ici", "dcn"), 0.0),
+        0.0,
     )
 
 
@@ -323,9 +361,25 @@ def _phase(
     return Phase(part.program.name, memory)
 
 
+def _copies(model: ModelConfig, samplers: int) -> tuple[str, ...]:
+    """What goes to chips of their own, which no compiled program shows."""
+    if not samplers:
+        return ()
+    size = model.num_parameters * (2 if model.dtype == "bfloat16" else 4)
+    return (
+        f"every train step sends the weights, {size / 1e9:.1f} GB, to each of {samplers} chips that sample; that is in none "
+        "of these seconds.",
+    )
+
+
 def _notes(compiled: list[Compiled], topology: Topology) -> tuple[str, ...]:
     notes = []
     for c in compiled:
+        if not c.time:
+            notes.append(
+                f"{c.program.name} alone is larger than a chip, so the compiler gave up and counts nothing."
+            )
+            continue
         if c.program.donated and c.results > 0.1 * c.arguments:
             notes.append(
                 f"{c.program.name}: {c.results / 2**30:.2f} GiB of its results do not take the place of its arguments."

@@ -34,7 +34,6 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import decoder_layer, embed, rope_tables
-from jaxrl_llm.parallel.host import read
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.base import Completion, SamplingParams
 from jaxrl_llm.sampler.paged_cache import NOBODY, PagedCache, decode_attention, init_cache, pages_for
@@ -293,9 +292,8 @@ class ExactScorer:
         values, hidden = _rescore(
             weights, self.config, cache, *jax.device_put((layout, rules, np.int32(pages_for(items, rows))))
         )
-        values, hidden = read((values, hidden))
-        flat = values.reshape(-1)
-        hidden = hidden.reshape(layout.token.size, -1)[:items]
+        flat = np.asarray(values).reshape(-1)
+        hidden = np.asarray(hidden).reshape(layout.token.size, -1)[:items]
         return [flat[place] for place in places], hidden
 
     def _lay_out(self, wave, pages_of, min_tokens, rows, prefilled) -> tuple[_Layout, list[np.ndarray]]:

@@ -24,22 +24,22 @@ from jaxrl_llm.sampler.paged_cache import PagedCache, Tiles, decode_sums
 
 __all__ = ["TILE", "plan_tiles", "same_bits", "unused_tiles"]
 
-TILE = 4  # rows: twice as many read a little less of full groups, and waste more where groups are not full
-_PRICE = 0.6  # of a page that all rows read in tiles, where 1 is a page that each of them reads by itself: measured
+TILE = 8  # rows: half as many read a third more for full groups, twice as many waste more where they are not full
+_PRICE = 0.5  # of a page that all rows read in tiles, where 1 is a page that each of them reads by itself: measured
 _CANDIDATES = 8  # depths that are compared, at most
 
 
-def _sizes(slots: int) -> tuple[int, int]:
-    """(most times that tiles are computed, tiles at a time): half the rows fit at a time, three halves in all."""
-    together = max(1, slots // (2 * TILE))
-    return -(-3 * slots // (2 * TILE * together)), together
+def _sizes(slots: int) -> tuple[int, int, int]:
+    """(most times that tiles are computed, tiles at a time, rows of a tile): all rows fit at a time."""
+    rows = min(TILE, slots)
+    return 2, slots // rows, rows
 
 
 def unused_tiles(slots: int, width: int) -> Tiles:
     """Tiles of nobody, in the shapes of `plan_tiles`; `width` is that of the page table."""
-    X, C = _sizes(slots)
+    X, C, G = _sizes(slots)
     return Tiles(
-        rows=np.zeros((X, C, TILE), np.int32),
+        rows=np.zeros((X, C, G), np.int32),
         table=np.zeros((X, C, width), np.int32),
         pages=np.zeros((X, C), np.int32),
         used=np.int32(0),
@@ -58,7 +58,7 @@ def plan_tiles(table: np.ndarray, position: np.ndarray, active: np.ndarray, page
     """
     slots = len(table)
     live = np.flatnonzero(active)
-    if len(live) < 2 or slots < TILE:
+    if len(live) < 2:
         return None
     full = position[live] // page_size
     if full.max() == 0:
@@ -76,10 +76,10 @@ def plan_tiles(table: np.ndarray, position: np.ndarray, active: np.ndarray, page
     shared = np.maximum(np.append(common, 0), np.insert(common, 0, 0))
     depths = np.unique(common[common > 0])
     depths = depths[np.unique(np.linspace(0, len(depths) - 1, _CANDIDATES).astype(int))]
-    X, C = _sizes(slots)
+    X, C, G = _sizes(slots)
     cheapest, best = float(blocks.max()), None
     for depth in depths:
-        found = _tiles_of_depth(int(depth), common, shared, full, blocks)
+        found = _tiles_of_depth(int(depth), G, common, shared, full, blocks)
         chosen = sorted(found, key=lambda tile: -tile[2])  # stable: (first row, after the last one, pages)
         if len(chosen) > X * C:
             continue
@@ -87,16 +87,22 @@ def plan_tiles(table: np.ndarray, position: np.ndarray, active: np.ndarray, page
         for first, after, count in chosen:
             skip[first:after] = count
         turns = [chosen[i][2] for i in range(0, len(chosen), C)]
-        cost = _PRICE * sum(turns) * C * TILE / slots + float(np.max(blocks - skip))
+        cost = _PRICE * sum(turns) * C * G / slots + float(np.max(blocks - skip))
         if cost < cheapest:
             cheapest, best = cost, chosen
     return None if best is None else _filled(best, live, table, slots)
 
 
 def _tiles_of_depth(
-    depth: int, common: np.ndarray, shared: np.ndarray, full: np.ndarray, blocks: np.ndarray
+    depth: int,
+    size: int,
+    common: np.ndarray,
+    shared: np.ndarray,
+    full: np.ndarray,
+    blocks: np.ndarray,
 ) -> list[tuple[int, int, int]]:
-    """(first row, after the last one, pages) of the tiles that read at most `depth` pages, rows in page order."""
+    """(first row, after the last one, pages) of the tiles of `size` rows that read at most `depth` pages, rows in
+    page order."""
     wanted = np.minimum(depth, np.minimum(shared[:-1], shared[1:]))
     bounds = [0, *(np.flatnonzero((common < wanted) | (common == 0)) + 1).tolist(), len(full)]
     tiles, alone, left = [], [], 0
@@ -106,7 +112,7 @@ def _tiles_of_depth(
             continue
         count = min(depth, int(common[first : after - 1].min()))
         left = max(left, int(blocks[first:after].max()) - count)
-        tiles += [(i, min(i + TILE, after), count) for i in range(first, after, TILE)]
+        tiles += [(i, min(i + size, after), count) for i in range(first, after, size)]
     # A row alone is in a tile of its own where it would otherwise hold up all others.
     for row in alone:
         count = min(int(blocks[row]) - left, int(full[row]))
@@ -137,11 +143,10 @@ def same_bits(
 
     Computes the attention of a layer both ways: which order a product adds in depends on its shape and not on its numbers.
     """
-    if slots < TILE:
-        return False
+    size = _sizes(slots)[2]
     # Rows in groups of a tile; two pages in common and one, half full, of their own.
-    groups = -(-slots // TILE)
-    first = 1 + 2 * (np.arange(slots) // TILE)
+    groups = -(-slots // size)
+    first = 1 + 2 * (np.arange(slots) // size)
     own = 1 + 2 * groups + np.arange(slots)
     table = np.stack([first, first + 1, own], axis=1).astype(np.int32)
     lengths = np.full(slots, 2 * page_size + (page_size + 1) // 2, np.int32)

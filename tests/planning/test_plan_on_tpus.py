@@ -14,13 +14,12 @@ from jaxrl_llm.planning.plan import make_plan
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
-# What is compiled here: of one config the update, which takes longest, of all what samples.
-SAMPLER = ("transfer", "prefill", "decode")
+# What samples, of every config. Their updates take minutes each to compile; the whole plan of a small model is below.
 CASES = [
-    ("qwen3_8b_grpo_v5p_64", "v5p:4x4x4", 1, SAMPLER),
-    ("llama3_8b_dapo_v6e_64", "v6e:8x8", 1, ("transfer", "decode")),
-    ("qwen3_1_7b_grpo_v5e_8", "v5e:2x4", 1, ("transfer", "prefill")),
-    ("async_qwen3_8b_2slices", "v5p:2x2x4", 2, ("transfer", "prefill")),
+    ("qwen3_8b_grpo_v5p_64", "v5p:4x4x4", 1, ("transfer", "decode")),
+    ("llama3_8b_dapo_v6e_64", "v6e:8x8", 1, ("decode",)),
+    ("qwen3_1_7b_grpo_v5e_8", "v5e:2x4", 1, ("decode",)),
+    ("async_qwen3_8b_2slices", "v5p:2x2x4", 2, ("transfer", "prefill", "decode")),
 ]
 
 if HAS_LIBTPU:
@@ -34,16 +33,17 @@ if HAS_LIBTPU:
         for part in plan.compiled:
             print(f"{name} {part.program.name}: {part.compile_seconds:.0f} s", flush=True)
             assert part.results <= 0.1 * part.arguments or part.program.name == "transfer"
-            # Nothing that samples crosses between slices more than it must: weights lie whole in each.
-            if slices > 1 and part.program.name == "transfer":
-                assert part.cost.network_bytes("DCN") == 0
+            assert not part.cost.network_bytes(
+                "DCN"
+            )  # neither the learner nor a chip that samples spans slices
+            if config.mesh.sampler and part.program.name != "transfer":
+                assert part.chips == 1 and part.cost.kernels  # the kernel of one chip reads the pages
         decode = [c for c in plan.compiled if c.program.name == "decode"]
         if decode:
             # All products of a decode step: 2 FLOPs for each parameter and row, on the chips together at least.
             steps = config.sampler.steps_per_dispatch
-            least = (
-                steps * 2 * 0.9 * (plan.shape.num_parameters - plan.shape.vocab_size * plan.shape.hidden_size)
-            )
+            looked_up = 0 if plan.shape.tie_embeddings else plan.shape.vocab_size * plan.shape.hidden_size
+            least = steps * 2 * 0.9 * (plan.shape.num_parameters - looked_up)
             assert decode[0].cost.flops * decode[0].chips >= least * config.sampler.slots
 
     @pytest.mark.slow

@@ -202,7 +202,7 @@ def test_a_busy_afternoon_preempts_reuses_and_swaps():
         ("swap", 2),
         ("step", 2),
     ]
-    stats = drive(actions, "keep", {**TIGHT, "pages": 20})
+    stats = drive(actions, "keep", {**TIGHT, "pages": 16})
     assert stats.preemptions > 0 and stats.reused_tokens > 0 and stats.swaps == 2 and stats.cancelled == 1
     assert 0 < stats.shared_reads < stats.dispatches
 
