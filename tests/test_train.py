@@ -654,3 +654,15 @@ def test_a_run_with_truncated_sampling_has_ratios_of_1(start):
         assert row["policy/logprob_gap_max"] < 2e-5
         assert 50 < row["completion/support_size"] <= 100 and 0 < row["completion/support_cut"] <= 1
         assert row["policy/entropy"] <= np.log(100) + 1e-5 and row["optimizer/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_learns_with_the_experts_of_its_samples(tmp_path):
+    """The reward rises, the learner replays what the sampler chose, and their log-probs agree."""
+    config = load_config(TINY_YAML, ["model.source=tiny-moe", "evaluation.every=30", "snapshots.every=30"])
+    rows = figures(run_to_the_end(config, tmp_path / "moe"))[1:]
+    first, last = (np.mean([row["reward/mean"] for row in part]) for part in (rows[:6], rows[-6:]))
+    assert last > first + 0.2
+    for row in rows:
+        assert row["policy/expert_replayed"] > 0.9  # all but the last token of a row
+        assert row["policy/logprob_gap_max"] < 1e-4 and row["policy/expert_dropped"] == 0
