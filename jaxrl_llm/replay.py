@@ -26,7 +26,7 @@ from jaxrl_llm.train import Run, session
 __all__ = ["Difference", "Replay", "last_version", "replay"]
 
 _FILES = ("metrics.jsonl", "samples.jsonl", "ledger.jsonl")
-_CLOCKED = ("time/", "memory/", "fleet/")  # what happened to workers changes nothing else
+_CLOCKED = ("time/", "memory/")
 
 
 class Difference(NamedTuple):
@@ -94,7 +94,7 @@ def replay(
             _copy_start(folder, copy, start)
         barriers = {version - 1 for version, row in rows.items() if row.get("rollout/barrier")}
         # A fleet of any size samples the same as one worker in this process.
-        fleet = any("fleet/workers" in row for row in rows.values())
+        fleet = any("time/fleet/workers" in row for row in rows.values())
         make_run = functools.partial(Run, workers=Workers.in_process()) if fleet else Run
         code = session(make_run, config, copy, resume=bool(start), until=end, barriers=barriers)
         if code:

@@ -206,13 +206,13 @@ class Fleet:
         return [name for name, worker in self._workers.items() if worker.ready]
 
     def figures(self) -> dict[str, float]:
-        """What happened since the last call, by `fleet/…`; and how many workers run."""
+        """What happened since the last call, by `time/fleet/…`; and how many workers run."""
         counts, self._counts = self._counts, collections.Counter()
         names = (*FAULTS, "joined", "left", "reissued")
         return {
-            "fleet/workers": float(len(self.workers)),
-            "fleet/faults": float(sum(counts[kind] for kind in FAULTS)),
-        } | {f"fleet/{name}": float(counts[name]) for name in names}
+            "time/fleet/workers": float(len(self.workers)),
+            "time/fleet/faults": float(sum(counts[kind] for kind in FAULTS)),
+        } | {f"time/fleet/{name}": float(counts[name]) for name in names}
 
     def close(self) -> None:
         """Ends all workers."""

@@ -28,7 +28,7 @@ from jaxrl_llm.models.params import parameter_specs
 from jaxrl_llm.parallel.host import read
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.transforms import chain, given_advantage, normalize_by_token, reinforce_surrogate
-from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch
+from jaxrl_llm.types import PolicyOutput, TokenBatch
 
 __all__ = ["CHECK_EVERY", "ReductionError", "check_sums", "make_reduction_check"]
 
@@ -61,9 +61,9 @@ def check_sums(metrics: Metrics, batch: TokenBatch, shards: int) -> None:
     if batch.count is not None:
         expected["loss "] = ("count (the denominator of the loss)", _sum(_host(batch.count)), 0.0)
     for key, (what, here, scale) in expected.items():
-        mean: Mean | None = metrics.get(key.strip())
-        if mean is not None:
-            there = float(_host(mean.count if key.endswith(" ") else mean.total))
+        given = metrics.get(key.strip())
+        if given is not None:
+            there = float(_host(given.count if key.endswith(" ") else given.total))
             _compare(what, there, float(here), shards, scale)
 
 

@@ -56,13 +56,13 @@ def segment_attention(
 
     Args:
       blocks: the order in which keys are added up; None: that of one product over the row. Only last bits differ.
-      positions_BT: i32[B, T], of the tokens in their sequences; read where `blocks.count` is set.
+      positions_BT: i32[B, T], of the tokens in their sequences; read where `blocks.number` is set.
     """
     block = None
-    if blocks is not None and blocks.count is not None:
+    if blocks is not None and blocks.number is not None:
         if positions_BT is None:
             raise ValueError("segment_attention: blocks by position need the positions.")
-        block = jnp.minimum(positions_BT // blocks.size, blocks.count - 1)
+        block = jnp.minimum(positions_BT // blocks.size, blocks.number - 1)
     return _attention(blocks, q_BTHK, k_BTNK, v_BTNK, visible_BTT, block)
 
 
@@ -166,7 +166,7 @@ def _in_blocks(plan, q, k, v, visible, block):
     if block is None:
         high, mass, mixed = _by_column(plan.size, own, scores, v, G)
     else:
-        high, mass, mixed = _by_position(plan.count, own, scores, v, block)
+        high, mass, mixed = _by_position(plan.number, own, scores, v, block)
     out = (mixed / mass[..., None]).astype(q.dtype)
     scores = jnp.where(jnp.repeat(diagonal, G, axis=0), own[0][..., None], scores)
     weights = jnp.exp(scores - (high + jnp.log(mass))[..., None])

@@ -22,9 +22,8 @@ class KeyBlocks(NamedTuple):
     """The order in which the learner's attention adds up keys: blocks of positions one after the other."""
 
     size: int  # tokens of a block: those of a page of the sampler
-    count: int | None = (
-        None  # blocks of the longest sequence; None: a token's column in its row is its position
-    )
+    # Blocks of the longest sequence; None: a token's column in its row is its position.
+    number: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,8 +83,8 @@ def test_any_faults_change_nothing_that_is_trained_on(undisturbed, plan, seed):
     batches, events, transport, figures = trained(plan, seed)
     promised(batches, undisturbed)
     kinds, _ = reported(events, transport)
-    assert figures["fleet/faults"] == sum(kinds[kind] for kind in FAULTS)
-    assert all(figures[f"fleet/{kind}"] == kinds[kind] for kind in (*FAULTS, "joined", "left"))
+    assert figures["time/fleet/faults"] == sum(kinds[kind] for kind in FAULTS)
+    assert all(figures[f"time/fleet/{kind}"] == kinds[kind] for kind in (*FAULTS, "joined", "left"))
 
 
 @pytest.mark.parametrize("harm", [(kind, h) for kind, all_of in Chaos.HARM.items() for h in all_of])
@@ -131,7 +131,7 @@ def test_prompts_of_a_dead_worker_are_issued_once_more_and_no_oftener(undisturbe
     batches, events, transport, figures = trained([("turn", 2, "kill")])
     promised(batches, undisturbed)
     (died,) = (event for event in events if event.kind == "died")
-    assert died.reissued == 3 == figures["fleet/reissued"]  # a fair share of nine outstanding groups
+    assert died.reissued == 3 == figures["time/fleet/reissued"]  # a fair share of nine outstanding groups
     assert transport.started == ["worker-0", "worker-1", "worker-2", "worker-3"]
 
 
@@ -144,7 +144,11 @@ def test_workers_join_and_leave_during_a_run(undisturbed):
 
     batches, events, transport, figures = trained(during=during)
     promised(batches, undisturbed)
-    assert figures["fleet/left"] == 2 + 3 and figures["fleet/joined"] == 3 + 4 and not figures["fleet/faults"]
+    assert (
+        figures["time/fleet/left"] == 2 + 3
+        and figures["time/fleet/joined"] == 3 + 4
+        and not figures["time/fleet/faults"]
+    )
     assert len(transport.workers) == 2
 
 

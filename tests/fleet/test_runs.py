@@ -30,7 +30,7 @@ CONFIG = (
     "snapshots.keep_last=9",
 )
 # What only one of the two kinds of stream has.
-OWN = ("fleet/", "rollout/ticks", "rollout/barrier", "rollout/in_flight_groups", "rollout/ready_groups")
+OWN = ("time/fleet/", "rollout/ticks", "rollout/barrier", "rollout/in_flight_groups", "rollout/ready_groups")
 
 
 def config():
@@ -121,7 +121,10 @@ def test_ray_workers_are_killed_and_stopped_and_nothing_changes(local, tmp_path)
     assert set(told["harmed"]) == {"refused_weights", "died", "hung"}
     assert {(event["kind"], event["worker"]) for event in events(folder)} >= set(told["harmed"].items())
     rows = figures(folder)[1:]
-    assert sum(row["fleet/died"] for row in rows) >= 1 and sum(row["fleet/reissued"] for row in rows) >= 2
+    assert (
+        sum(row["time/fleet/died"] for row in rows) >= 1
+        and sum(row["time/fleet/reissued"] for row in rows) >= 2
+    )
     # Nothing of it outlives the run.
     assert len(told["processes"]) >= 3
     for process_id in told["processes"]:
