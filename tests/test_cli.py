@@ -592,6 +592,7 @@ def test_x04_messages_about_bad_input_hold_no_secret(
     hidden(out + err)
 
 
+@pytest.mark.slow
 def test_x04_a_run_with_a_secret_in_its_config_is_resumed_with_it(jaxrl, tmp_path):
     folder = tmp_path / "run"
     sets = ("steps=1", "evaluation.items=0", "rollout.stop=['http://user:pw@host']")

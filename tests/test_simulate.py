@@ -64,6 +64,7 @@ def test_what_the_tail_asks_of_max_age():
     assert min(idle(4, slots=512)) >= 0.4
 
 
+@pytest.mark.slow
 def test_thousands_of_slots_and_of_updates_keep_their_books():
     """Every slot-second without a row is idle, and every other one is a token of some sample."""
     drawn = []

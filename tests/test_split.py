@@ -47,6 +47,7 @@ def served(monkeypatch):
     return versions
 
 
+@pytest.mark.slow
 def test_d05_the_sampler_has_the_weights_of_every_train_step(tmp_path, served):
     # min_tokens is more than the probes of the parity certificate have
     short = (

@@ -62,6 +62,7 @@ def test_a_fault_before_the_first_figures_leaves_the_folder_free(monkeypatch, tm
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 def test_twice_within_a_step_says_how_to_go_on(train, monkeypatch, tmp_path):
     learn = loop.Run.learn
 

@@ -304,6 +304,7 @@ def test_damaged_newest_snapshot_is_named_and_the_one_before_is_used(whole, tmp_
 # ------------------------------------------------------------------------------------- killed
 
 
+@pytest.mark.slow
 def test_kill_9_between_metrics_and_snapshot_and_at_a_random_moment_and_twice(whole, tmp_path):
     folder = tmp_path / "run"
     killed(folder, "before saving", 2, resume=False)  # step 2 has its row; there is no snapshot at all yet
@@ -463,6 +464,7 @@ def test_d07_rewards_that_are_all_zero_change_nothing(task_with, start):
     assert len(set(uids)) == 24  # the prompts were consumed all the same
 
 
+@pytest.mark.slow
 def test_refilled_batches_hold_what_says_something_and_resume_exactly(start):
     """Dynamic sampling: at the start hardly any group has rewards that differ."""
     config = short("rollout.refill_rounds=3", "steps=4")

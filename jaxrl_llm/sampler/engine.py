@@ -514,6 +514,11 @@ class Engine:
         """Pages that are held although no request is left, and that are no kept prompt's: 0, or a leak. 0 while busy."""
         return 0 if self.busy else self._allocator.used - len(self._scheduler.cache)
 
+    def settle_reading(self) -> None:
+        """Finds out now whether rows may read common pages together, and not when rows first have some, which then takes
+        another program to compile. Weights must be there (`swap`)."""
+        self._tiled = self._can_share()
+
     @property
     def filled_share(self) -> float:
         """Tokens of the rows in slots over the room in their pages; 1 less this is fragmentation."""
@@ -826,17 +831,20 @@ class Engine:
     def _tiles(self) -> Tiles | None:
         """What the rows of the next dispatch read together, if that is faster and changes no bit."""
         state = self._state
-        if not isinstance(state.cache, PagedCache) or len(state.cache.k.devices()) > 1:
-            return None
         plan = plan_tiles(state.table, state.position, state.active, self._page_size)
-        if plan is not None:
-            (device,) = state.cache.k.devices()
-            if same_bits(self.config, state.slots, self._page_size, self._precision[1], device):
-                self._tiled = True
-                self.stats.shared_reads += 1
-                return plan
+        if plan is not None and self._can_share():
+            self._tiled = True
+            self.stats.shared_reads += 1
+            return plan
         # A program without tiles would be another one to compile.
         return unused_tiles(state.slots, self._width) if self._tiled else None
+
+    def _can_share(self) -> bool:
+        cache = self._state.cache
+        if not isinstance(cache, PagedCache) or len(cache.k.devices()) > 1:
+            return False
+        (device,) = cache.k.devices()
+        return same_bits(self.config, self._state.slots, self._page_size, self._precision[1], device)
 
     def _listed(self, wanted: int) -> int:
         """Length of the lists of likeliest tokens that a program makes: one of a few, so that few are compiled."""

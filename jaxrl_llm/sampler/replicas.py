@@ -113,6 +113,11 @@ class Replicas:
         """See `Engine.lost_pages`."""
         return sum(engine.lost_pages for engine in self._engines)
 
+    def settle_reading(self) -> None:
+        """See `Engine.settle_reading`."""
+        for engine in self._engines:
+            engine.settle_reading()
+
     @property
     def filled_share(self) -> float:
         """The mean of `Engine.filled_share` over replicas that have rows."""

@@ -121,6 +121,7 @@ class Service:
         """
         self.warming = True
         try:
+            await self.worker.settle_reading()
             # Short prompts that begin differently: each goes to the replica that has the least to do.
             prompts = [[i % self.served.vocab_size, 0] for i in range(self.replicas)]
             for body in _WARM:

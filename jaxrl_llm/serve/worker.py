@@ -64,6 +64,7 @@ class Engine(Protocol):
     def lost_pages(self) -> int: ...
     @property
     def filled_share(self) -> float: ...
+    def settle_reading(self) -> None: ...
     def swap(self, params: Any, *, version: int, pages: Any = ..., expect: str | None = ...) -> str: ...
     def submit(
         self, prompt: Prompt, sampling: SamplingParams, *, priority: int = ..., session: str | None = ...
@@ -199,6 +200,10 @@ class Worker:
     async def resume(self) -> None:
         """Goes on after `pause`."""
         await self._call(self._resume)
+
+    async def settle_reading(self) -> None:
+        """See `sampler.engine.Engine.settle_reading`."""
+        await self._call(self._engine.settle_reading)
 
     async def swap(self, params: Any, *, version: int, pages: str, expect: str | None = None) -> str:
         """Serves other weights from the next dispatch on; returns their fingerprint, which must be `expect`."""

@@ -184,6 +184,7 @@ def test_peers_compute_with_the_openmp_library_of_their_python(contender, tmp_pa
     assert str(home / "lib" / "libiomp5.so") in told[1].rpartition(" / ")[2]
 
 
+@pytest.mark.slow
 def test_our_own_program_does_the_work():
     work = {
         "model": "tiny",

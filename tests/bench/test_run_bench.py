@@ -68,6 +68,7 @@ def test_arithmetic_of_an_update():
     assert update_flops(TINY, 1, 2, 1) == 3 * (layers + 2 * 64 * 128)
 
 
+@pytest.mark.slow
 def test_recipes_are_compared_with_grpo():
     names = ("gdpo", "simko")  # several rewards; lists of tokens
     out = run_bench("objectives", **SMALL, recipes=names)

@@ -34,6 +34,7 @@ def texts(nb):
     return found
 
 
+@pytest.mark.slow
 def test_runs_from_top_to_bottom(run, tmp_path):
     """In colab/, where Jupyter starts it. nbclient raises when a cell fails, so every assertion held."""
     nb = run(notebook(), NOTEBOOK.parent)

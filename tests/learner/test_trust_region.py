@@ -123,6 +123,7 @@ def test_kl_and_fisher_of_the_head_equal_the_dense_ones(chunk, blocks):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_fisher_product_through_the_decoder_is_the_hessian_of_the_kl():
     """Against central differences of the KL's gradient, with the logits of the whole batch in memory."""
     with testing.float64():

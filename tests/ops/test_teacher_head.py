@@ -187,6 +187,7 @@ def test_memory_grows_with_the_chunk_and_not_with_the_logits():
 TEACHER = type(TINY)(**{**vars(TINY), "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1})
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_width_and_depth(tiny_params):
     """Entry t of divergence and hidden states describes token t, in packed rows too."""
     params = init_params(TEACHER, jax.random.key(3))

@@ -173,6 +173,7 @@ def test_the_learner_fills_the_lists_of_the_proximal_policy():
     )
 
 
+@pytest.mark.slow
 def test_an_update_with_lists_has_the_gradient_of_the_dense_formula():
     state = init_state(params(), optax.sgd(1.0), SIMKO, key=jax.random.key(0))
     rows = fill_logprobs(batch(), state, make_score(TINY), needed_fields(SIMKO), make_score_lists(TINY, 3))

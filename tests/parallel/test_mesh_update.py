@@ -64,8 +64,11 @@ def one_device():
 
 @pytest.mark.parametrize(
     ("sizes", "micro_batch_rows"),
-    [((8, 1, 1), None), ((1, 8, 1), 8), ((2, 2, 2), 4)],
-    ids=["data8", "fsdp8", "2x2x2"],
+    [
+        pytest.param((8, 1, 1), None, marks=pytest.mark.slow, id="data8"),
+        pytest.param((1, 8, 1), 8, marks=pytest.mark.slow, id="fsdp8"),
+        pytest.param((2, 2, 2), 4, id="2x2x2"),
+    ],
 )
 def test_d01_d02_a_mesh_changes_no_number(one_device, sizes, micro_batch_rows):
     """D01, D02: global denominator, no average over ranks; the norm is reported and clipped before any division."""

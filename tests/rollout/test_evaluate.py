@@ -142,6 +142,7 @@ def test_long_prompts_are_left_out_and_counted(tmp_path):
         evaluate(sampler, None, task, TOKENIZER, n=0)
 
 
+@pytest.mark.slow
 def test_from_prompts_to_a_batch_through_the_real_sampler(tiny_params):
     """Source, sampler, collect, pack: the learner finds the sampler's log-probs at the same places."""
     task = make_task("addition")

@@ -347,7 +347,16 @@ WIDTHS = [14, pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=p
 
 
 @pytest.mark.parametrize("row_tokens", WIDTHS)
-@pytest.mark.parametrize("recipe", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "grpo",
+        pytest.param("dr_grpo", marks=pytest.mark.slow),
+        pytest.param("dapo", marks=pytest.mark.slow),
+        "gspo",
+        pytest.param("rloo", marks=pytest.mark.slow),
+    ],
+)
 def test_shared_prompts_change_no_gradient(tiny_params, recipe, row_tokens):
     """One row a completion, and trees of any width: the same loss, metrics and gradients."""
     config = dataclasses.replace(TINY, dtype="float32")
