@@ -470,6 +470,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
     if learner + m.sampler > len(devices):
         raise InputError(
             f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
-            f"{learner + m.sampler}, and there are {len(devices)}. Lower one of them."
+            f"{learner + m.sampler}, and there are {len(devices)}. Lower them or leave mesh.sampler out; on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={learner + m.sampler} makes as many."
         )
     return devices[learner : learner + m.sampler]

@@ -524,9 +524,11 @@ def _run(command: Any) -> int:
 
 def _join(command: Any) -> None:
     """Joins the other processes of the run, if there are any and the command can work with them."""
-    from jaxrl_llm.parallel.processes import initialize_processes
+    from jaxrl_llm.parallel.processes import are_announced, initialize_processes
 
-    if initialize_processes() and not isinstance(command, Train | Sft):
+    if isinstance(command, Train | Sft):
+        initialize_processes()
+    elif are_announced():  # the others might never come
         raise InputError(
             "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train and sft "
             "work as several. Start this one as one process, without these variables."
@@ -545,6 +547,10 @@ def _existing_run(path: str) -> pathlib.Path:
 def _train(args: Train) -> int:
     from jaxrl_llm.config import load_config
 
+    if not args.workers and args.worker_resources != Train.worker_resources:
+        raise InputError(
+            f"--worker-resources {args.worker_resources}: there are no workers to reserve it for. Give --workers, or leave it out."
+        )
     config = load_config(args.config, args.overrides)
     run = _run_folder(args)
     from jaxrl_llm.fleet.workers import Workers
@@ -830,6 +836,8 @@ def _plan(args: Plan) -> int:
     """Exit code 0: planned, whether or not it fits."""
     from jaxrl_llm.config import load_config
 
+    if args.search and args.programs:
+        raise InputError("--search compiles what it compares by itself. Leave out --search or --programs.")
     config = load_config(args.config, args.overrides)
     from jaxrl_llm.planning.plan import make_plan
     from jaxrl_llm.planning.search import search

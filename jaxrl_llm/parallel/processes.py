@@ -16,10 +16,16 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.parallel.agree import several
 from jaxrl_llm.stopping import EXIT_STOPPED
 
-__all__ = ["check_covers", "initialize_processes", "leave_together"]
+__all__ = ["are_announced", "check_covers", "initialize_processes", "leave_together"]
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _AUTOMATIC = "JAXRL_DISTRIBUTED"
+
+
+def are_announced(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment says that this process has others, which `initialize_processes` would wait for."""
+    variables = os.environ if environment is None else environment
+    return variables.get("JAX_NUM_PROCESSES", "") not in ("", "1") or bool(variables.get(_AUTOMATIC))
 
 
 def initialize_processes(environment: Mapping[str, str] | None = None) -> bool:

@@ -119,12 +119,14 @@ def device_mesh(
     """
     devices = topology.devices if devices is None else devices
     needed = math.prod(sizes.values())
-    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items())
+    # There is no setting for the axis of experts yet.
+    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if name != "expert" or size > 1)
     if needed != len(devices):
         raise InputError(
             f"mesh: {shown} takes {needed} devices, and {topology.name}"
-            f"{f' x {topology.slices} slices' if topology.slices > 1 else ''} has {len(devices)}. Choose sizes whose "
-            f"product is {len(devices)}, for example --set mesh.fsdp={len(devices)} and 1 for the others."
+            f"{f' x {topology.slices} slices' if topology.slices > 1 else ''} has {len(devices)}"
+            f"{' for the learner, beside those of mesh.sampler' if len(devices) < len(topology.devices) else ''}. Choose "
+            f"sizes whose product is {len(devices)}, for example --set mesh.fsdp={len(devices)} and 1 for the others."
         )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     shape = tuple(sizes.values())

@@ -241,6 +241,12 @@ def make_plan(
     sampled, sampler_keeps = sampler_programs(
         config, objective, model, mesh if apart is None else apart, work, mesh, replicas=max(1, samplers)
     )
+    names = [program.name for program in (*learned, *sampled)]
+    lacking = [name for name in only if name not in names]
+    if lacking:
+        raise InputError(
+            f"--programs: this config runs no program {lacking[0]}; it runs {', '.join(dict.fromkeys(names))}. Name some of these."
+        )
     programs = [p for p in (*learned, *sampled) if not only or p.name in only]
     parts = []
     for number, program in enumerate(programs):

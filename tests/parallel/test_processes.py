@@ -140,8 +140,9 @@ def test_sigterm_is_handled_by_python_after_joining(monkeypatch):
 
 
 @pytest.mark.parametrize("command", [["eval", "tiny"], ["report", "runs/x"], ["objectives"]])
-def test_other_commands_refuse_to_be_one_of_several(monkeypatch, capsys, command):
-    monkeypatch.setattr(processes, "initialize_processes", lambda: True)
+def test_other_commands_refuse_to_be_one_of_several_and_wait_for_nobody(monkeypatch, capsys, command):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setattr(processes, "initialize_processes", lambda: pytest.fail("it waits for the others"))
     with pytest.raises(SystemExit) as stopped:
         main(command)
     assert stopped.value.code == 2
