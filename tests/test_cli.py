@@ -398,6 +398,7 @@ def test_without_a_folder_runs_are_numbered(jaxrl, nothing_starts, tmp_path, mon
     assert asked == ["runs/tiny", "runs/tiny-2", "runs/tiny-2"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_one_message(jaxrl, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=1))
     code, out, err = jaxrl("train", TINY_YAML, "--run", tmp_path / "run", "--set", "steps=1")

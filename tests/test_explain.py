@@ -30,6 +30,7 @@ def test_a_derivation_has_the_chain_its_equations_and_its_numbers():
     assert "batch.logprob_reference" in explain.derivation("grpo", {"kl_coef": 0.04})
 
 
+@pytest.mark.slow
 def test_token_weights_by_hand():
     """Dividing by the std gives a token of 1 right answer in 8 the weight 7 times that of a wrong one."""
     by_token = explain.token_weights(jrl.dapo(), rates=(1, 4), lengths=(2, 8))

@@ -158,6 +158,7 @@ def test_kto_learns_from_answers_without_a_partner(load, files, tmp_path):
         SupervisedRun(load("dpo", f"data.path={path}"), tmp_path / "c", resume=False)
 
 
+@pytest.mark.slow
 def test_a_preference_run_starts_at_the_reference(load, tmp_path):
     _, rows, _ = steps(load("dpo"), tmp_path / "run", 1)
     assert rows[0]["policy/loss"] == pytest.approx(np.log(2), abs=1e-6)

@@ -548,6 +548,7 @@ def by_the_largest(loss, batch):
     return loss.scale_weight(jnp.full(batch.shape, 1 / jnp.max(jnp.where(batch.mask, -loss.logprob, 0.0))))
 
 
+@pytest.mark.slow
 def test_the_default_splits_have_signal_in_several_parts():
     with pytest.raises(AssertionError, match="split"):
         testing.assert_split_invariant(bad(by_the_largest, writes=("loss.weight",)))

@@ -389,6 +389,7 @@ def test_several_updates_a_step_with_a_reference_and_resumed(tmp_path):
     assert any(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_proximal_anchor_equals_behavior_when_on_policy(whole, start):
     """One update on fresh samples: proximal and behavior are the same policy, so the runs agree."""
     _, folder = start(

@@ -133,6 +133,7 @@ def one_device():
     return run_update(None, 7, packed())
 
 
+@pytest.mark.slow
 def test_the_first_update_has_ratios_of_1():
     figures, proximal, _ = one_device()
     assert abs(figures["ratio_min"] - 1) < 2e-5 and abs(figures["ratio_max"] - 1) < 2e-5

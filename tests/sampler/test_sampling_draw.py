@@ -149,6 +149,7 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_ask_for():
         assert np.array_equal(together.logprob[np.array(others)], alone.logprob[np.array(others)])
 
 
+@pytest.mark.slow
 def test_a_row_is_drawn_the_same_by_the_program_that_its_neighbours_need():
     """Limits, biases, raw or listed log-probs of one row are other programs for all of them."""
     n, V = 64, 1000

@@ -293,6 +293,7 @@ def test_after_the_warm_up_nothing_is_compiled_for_most_requests(tiny_params, se
         ]
 
 
+@pytest.mark.slow
 def test_replicas_answer_as_one_engine_and_keep_conversations(client, tiny_params, serving):
     tokenizer = tiny_tokenizer()
     options = dict(page_size=16, max_context=128, tokenizer=tokenizer, steps_per_dispatch=4, prefill_rows=2)
