@@ -133,7 +133,8 @@ def test_a_mesh_that_learns_and_one_that_samples(tmp_path, whole):
         samples = [s for s in read_jsonl(run / "samples.jsonl") if s["version"] == 1]
         return {(s["uid"], s["completion"], s["reward"]) for s in samples}
 
-    assert len(first(folder) & first(whole)) > 32  # over_generation cancels other ones
+    assert len(first(whole)) == 16  # those that are written of a step
+    assert first(folder) == first(whole)
     assert figures(folder)[-1]["staleness/age_max"] == 1
 
 
