@@ -68,6 +68,9 @@ class ScriptedEngine:
     lost_pages = 0
     filled_share = property(lambda self: 0.75 if self.active else 0.0)
 
+    def settle_reading(self):
+        """It has no pages to read."""
+
     def swap(self, params, *, version, pages="keep", expect=None):
         self.version = version
         self.swapped.append((params, version, pages, expect))
