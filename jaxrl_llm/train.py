@@ -44,6 +44,7 @@ from jaxrl_llm.assembly import (
     build_sampler,
     build_task,
     certify_policy,
+    check_snapshot_model,
     configured_model,
     configured_teacher,
     held_out_items,
@@ -62,7 +63,7 @@ from jaxrl_llm.diagnostics.metrics import LedgerWriter, MetricsWriter, SamplesWr
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, MisfitError
 from jaxrl_llm.fleet.stream import FleetStream
 from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_transport
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
@@ -504,7 +505,10 @@ class BaseRun(abc.ABC):
         """Goes back to the newest usable snapshot, or stays at the beginning when the run has none yet."""
         if self.snapshots.latest() is None:
             return
-        self.state, meta = self.snapshots.restore(like=self.state)
+        try:
+            self.state, meta = self.snapshots.restore(like=self.state)
+        except MisfitError as error:
+            raise InputError(f"{error}{_changed(self.config, error.config)}") from None
         if meta["model"] != self.digest:
             raise InputError(
                 f"model.source: {self.config.model.source} is not the model that this run started from (its weight "
@@ -528,6 +532,21 @@ class BaseRun(abc.ABC):
     def close(self) -> None:
         """Ends what would outlive the run."""
         return
+
+
+_OF_THE_STATE = ("objective", "optimizer", "critic", "model", "teacher", "reference", "trust_region")
+
+
+def _changed(config: Config, began: Any) -> str:
+    """What says which settings that shape the learner's state differ from those of a snapshot; "" where none does."""
+    before = flatten(began) if isinstance(began, dict) else {}
+    now = flatten(redact(as_data(config)))
+    shown = [
+        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} here"
+        for key in sorted({*before, *now} if before else ())
+        if key.split(".")[0] in _OF_THE_STATE and before.get(key) != now.get(key)
+    ]
+    return "\nSettings that differ from those it was saved with:\n  " + "\n  ".join(shown) if shown else ""
 
 
 class Run(BaseRun):
@@ -916,6 +935,9 @@ def _session(
     notes: list[str] = []
     if resume:
         config, notes = resumed_config(folder, config, overrides)
+        if os.path.isdir(folder / "snapshots"):
+            with SnapshotStore(folder / "snapshots", read_only=True) as store:
+                check_snapshot_model(config, store)
     software = {"jaxrl_llm": __version__, "jax": jax.__version__}
     check_same("processes", flatten(redact(as_data(config))) | software)
     with make_display(

@@ -35,7 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
-from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
+from jaxrl_llm.errors import DamagedError, InputError, MisfitError, SnapshotError
 from jaxrl_llm.parallel.agree import do_on_first, is_first, on_first, several, together
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
@@ -251,6 +251,15 @@ class SnapshotStore:
         """The JSON of one snapshot (default: the newest that can be read)."""
         return self._first_usable(version, lambda v: together(lambda: self._read_texts(v)))[1]
 
+    def shapes(self, version: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every leaf of one snapshot, by path; reads no array.
+
+        Raises:
+          InputError: no such snapshot, or it is damaged.
+        """
+        manifest = self._first_usable(version, lambda v: (together(lambda: self._read_manifest(v)), None))[0]
+        return {name: tuple(record["shape"]) for name, record in manifest["leaves"].items()}
+
     def restore(self, version: int | None = None, *, like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a snapshot onto the structure, shardings, dtypes and host types of `like`.
 
@@ -271,7 +280,11 @@ class SnapshotStore:
 
         def read(found: int) -> tuple[Any, dict[str, Any]]:
             manifest, meta = together(lambda: self._read_texts(found))
-            self._check_fit(found, manifest, wanted)
+            try:
+                self._check_fit(found, manifest, wanted)
+            except MisfitError as error:
+                error.config = meta.get("config")
+                raise
             leaves = self._read_leaves(found, manifest, wanted)
             return jax.tree.unflatten(structure, [leaves[name] for name in wanted]), meta
 
@@ -410,7 +423,7 @@ class SnapshotStore:
                 problems.append(f"{name}: dtype {record['dtype']} in the snapshot, {dtype_of(leaf)} here")
         if problems:
             more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise InputError(
+            raise MisfitError(
                 f"Snapshot {version} in {self.directory} does not fit this run ({len(problems)} leaves differ):\n  "
                 + "\n  ".join(problems[:8])
                 + more
