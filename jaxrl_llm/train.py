@@ -747,9 +747,9 @@ class Run(BaseRun):
                 on_progress(SamplerStats(completions=done))
 
         trajectories, figures = stream.next_batch(self.state.params, self.version, progress)
-        metrics = rollout_metrics(trajectories)
+        metrics = rollout_metrics(stream.sampled)
         if self.sampling.greedy_too:
-            known = [t.baseline for t in trajectories if t.baseline is not None]
+            known = [t.baseline for t in stream.sampled if t.baseline is not None]
             metrics["reward/baseline"] = float(np.mean(known)) if known else 0.0
         of_ledger, self.ledger_lines = stream.ledger.step()
         warning = stream.ledger.warning()
