@@ -16,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.dispatcher import Fleet
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
-from jaxrl_llm.rollout.stream import Judge, Schedule, StreamState, _Ready, batch_of
+from jaxrl_llm.rollout.stream import Judge, Schedule, StreamState, _Ready, batch_of, check_carried
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["FleetState", "FleetStream"]
@@ -123,6 +123,7 @@ class FleetStream:
             return
         self._fleet.publish(params, version)
         for prompt in self._source.next_batch(missing):
+            check_carried(prompt)
             self._fleet.submit(self._submitted, prompt, version)
             self._queue.append(_Group(self._submitted, version))
             self._submitted += 1

@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
@@ -99,6 +100,22 @@ def in_time(oldest: Iterable[int], version: int, schedule: Schedule) -> bool:
         if total > k * schedule.groups:
             return False
     return True
+
+
+def check_carried(prompt: Prompt) -> None:
+    """Refuses a prompt that no snapshot could hold while it is under way, before it is sampled.
+
+    Raises:
+      InputError: something in its payload is neither a JSON value nor an array.
+    """
+    for name, value in prompt.payload.items():
+        try:
+            to_data(value)
+        except TypeError as error:
+            raise InputError(
+                f"task {prompt.task}: {name!r} in the payload of prompt {prompt.uid} cannot be written into a snapshot: {error} "
+                "With a schedule, snapshots hold the prompts under way: give texts, numbers, lists, mappings or NumPy arrays."
+            ) from None
 
 
 def batch_of(
@@ -248,6 +265,7 @@ class Stream:
             raise RuntimeError("stream: prompts are submitted to an engine with weights.")
         missing = self.schedule.outstanding - len(self._open) - len(self._ready)
         for prompt in self._source.next_batch(missing) if missing > 0 else []:
+            check_carried(prompt)
             ids = self._engine.submit(prompt, self.sampling)
             members = {id: index for index, id in enumerate(ids)}
             self._open[self._submitted] = _Group(self._submitted, prompt, members)
@@ -457,6 +475,6 @@ class StreamState:
                 _Ready(number, oldest, [trajectory_of_data(t) for t in trajectories], *trained)
                 for number, oldest, trajectories, *trained in data["ready"]
             ],
-            ledger=data["ledger"],
+            ledger=from_data(data["ledger"]),
             replaced=[[trajectory_of_data(t) for t in group] for group in data.get("replaced", [])],
         )

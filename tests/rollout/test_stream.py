@@ -1,5 +1,6 @@
 """The stream of rollouts: ages, what is dropped, and that a barrier changes nothing but the keys and values."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,8 @@ import pytest
 
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.rollout.carry import to_data, trajectory_of_data
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.carry import from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.collect import rollout_metrics, staleness_metrics, trajectory_of
 from jaxrl_llm.rollout.stream import Schedule, Stream, StreamState
 from jaxrl_llm.sampler import Sampler, SamplingParams
@@ -326,6 +328,24 @@ def test_records_survive_json(weights):
             np.testing.assert_array_equal(a, b)
     with pytest.raises(TypeError, match="set is no JSON value"):
         to_data({"x": {1, 2}})
+
+
+def test_payloads_come_back_as_they_were_and_what_cannot_is_refused_before_it_is_sampled(weights):
+    payload = {
+        "by number": {1: "one", 2.5: None, (3, "x"): [True]},
+        "pair": ("a", ["b", ("c",)]),
+        "missing": [float("-inf"), {"array": 1, "dtype": 2, "shape": 3}, {"tuple": [1]}],
+    }
+    text = json.dumps(to_data(payload), allow_nan=False)
+    assert from_data(json.loads(text)) == payload
+    assert np.isnan(from_data(json.loads(json.dumps(to_data(float("nan")), allow_nan=False))))
+
+    class Odd(Prompts):
+        def next_batch(self, n):
+            return [dataclasses.replace(p, payload={"answers": {1, 2}}) for p in super().next_batch(n)]
+
+    with pytest.raises(InputError, match=r"task0: 'answers' in the payload of prompt p0 .*set is no JSON value"):
+        stream(Odd(), plan()).next_batch(weights(0), 0)
 
 
 def test_ages_of_tokens():
