@@ -399,6 +399,11 @@ class SnapshotStore:
                 f"Snapshot {version} in {self.directory} has format {manifest['format']}; this version of "
                 f"jaxrl-llm reads up to {_FORMAT}. Update jaxrl-llm."
             )
+        if manifest["version"] != version:  # going on from it would take its neighbours for the future, and delete them
+            raise InputError(
+                f"{self.directory / str(version)} holds snapshot {manifest['version']}: it was renamed, copied or linked there. "
+                f"Rename it to {manifest['version']} again, or move it elsewhere."
+            )
         return manifest
 
     def _read_meta(self, version: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -508,6 +513,8 @@ class SnapshotStore:
             except DamagedError:
                 self._damaged.add(version)
                 self._metrics[version] = None
+            except InputError:  # of a newer format, or of another version: nothing to rank by
+                self._metrics[version] = None
         return self._metrics[version]
 
     def _retain(self) -> None:
@@ -529,7 +536,11 @@ class SnapshotStore:
                 self._delete(version)
 
     def _delete(self, version: int) -> None:
-        self._manager.delete(version)
+        path = self.directory / str(version)
+        if on_first(path.is_symlink):  # what lies elsewhere was put there by the user, and stays
+            do_on_first(path.unlink)
+        else:
+            self._manager.delete(version)
         self._damaged.discard(version)
         self._metrics.pop(version, None)
 
