@@ -113,7 +113,7 @@ def check_snapshot_model(config: Config, store: SnapshotStore, version: int | No
                 source = began["model"]["source"] if began else "the model that the run began with"
                 raise InputError(
                     f"model.source: {config.model.source} is not the model of snapshot {candidate} in {store.directory}: its "
-                    f"{name} has the shape {list(leaf.shape)}, the snapshot {found}. Set model.source={source}, or start "
+                    f"{name} has the shape {list(leaf.shape)}, the snapshot {found}. Set model.source={source}, or use "
                     "another run."
                 )
         return

@@ -107,7 +107,14 @@ from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, stalen
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.rollout.stream import Stream, StreamState
-from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resumed_config, write_config
+from jaxrl_llm.run_folder import (
+    abandon_folder,
+    look_at,
+    prepare_folder,
+    resumed_config,
+    sole_writer,
+    write_config,
+)
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.sampler.base import Completion, SamplerStats
 from jaxrl_llm.sampler.engine import Engine
@@ -897,28 +904,31 @@ def session(
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
     check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
     resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
-    mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
-    try:
-        return _session(
-            make_run,
-            config,
-            folder,
-            resume=resume,
-            overrides=overrides,
-            invocation=invocation,
-            until=until,
-            barriers=barriers,
-        )
-    except BaseException as error:
-        if mine and is_first():
-            abandon_folder(folder, before)
-        begun = os.path.isfile(folder / "config.yaml")
-        if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
-            error.add_note(
-                f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "
-                f"{invocation or folder / 'config.yaml'} --run {folder} --resume"
+    before = look_at(folder)
+    with contextlib.ExitStack() as held:
+        do_on_first(lambda: held.enter_context(sole_writer(folder, make=not resume)))
+        mine = not os.path.exists(folder / "config.yaml")
+        try:
+            return _session(
+                make_run,
+                config,
+                folder,
+                resume=resume,
+                overrides=overrides,
+                invocation=invocation,
+                until=until,
+                barriers=barriers,
             )
-        raise
+        except BaseException as error:
+            if mine and is_first():
+                abandon_folder(folder, before)
+            begun = os.path.isfile(folder / "config.yaml")
+            if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
+                error.add_note(
+                    f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "
+                    f"{invocation or folder / 'config.yaml'} --run {folder} --resume"
+                )
+            raise
 
 
 def _session(

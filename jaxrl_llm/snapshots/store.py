@@ -399,7 +399,9 @@ class SnapshotStore:
                 f"Snapshot {version} in {self.directory} has format {manifest['format']}; this version of "
                 f"jaxrl-llm reads up to {_FORMAT}. Update jaxrl-llm."
             )
-        if manifest["version"] != version:  # going on from it would take its neighbours for the future, and delete them
+        if (
+            manifest["version"] != version
+        ):  # going on from it would take its neighbours for the future, and delete them
             raise InputError(
                 f"{self.directory / str(version)} holds snapshot {manifest['version']}: it was renamed, copied or linked there. "
                 f"Rename it to {manifest['version']} again, or move it elsewhere."

@@ -344,7 +344,9 @@ def test_payloads_come_back_as_they_were_and_what_cannot_is_refused_before_it_is
         def next_batch(self, n):
             return [dataclasses.replace(p, payload={"answers": {1, 2}}) for p in super().next_batch(n)]
 
-    with pytest.raises(InputError, match=r"task0: 'answers' in the payload of prompt p0 .*set is no JSON value"):
+    with pytest.raises(
+        InputError, match=r"task0: 'answers' in the payload of prompt p0 .*set is no JSON value"
+    ):
         stream(Odd(), plan()).next_batch(weights(0), 0)
 
 
