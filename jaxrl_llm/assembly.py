@@ -91,11 +91,14 @@ def configured_model(config: Config) -> Model:
     return dataclasses.replace(model, config=changed)
 
 
-def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> None:
+def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> Any:
     """Refuses a model of other shapes than that of a snapshot, before its weights are loaded.
 
     Args:
       version: None: the newest that can be read; what is damaged is reported where it is restored.
+
+    Returns:
+      The config that the snapshot was saved with; None where no snapshot can be read.
 
     Raises:
       InputError: parameters are missing or have other shapes; the message names model.source.
@@ -116,7 +119,8 @@ def check_snapshot_model(config: Config, store: SnapshotStore, version: int | No
                     f"{name} has the shape {list(leaf.shape)}, the snapshot {found}. Set model.source={source}, or use "
                     "another run."
                 )
-        return
+        return began
+    return None
 
 
 _ENOUGH_FOR_A_PRODUCT = 16  # tokens of a page, from which on a sum over them comes about as over a whole row

@@ -17,6 +17,7 @@ from jaxrl_llm.errors import InputError
 __all__ = [
     "Before",
     "abandon_folder",
+    "check_complete",
     "check_path",
     "look_at",
     "prepare_folder",
@@ -94,7 +95,10 @@ def write_config(folder: pathlib.Path, config: Config) -> None:
     text = ("" if shown == data else _NOTE) + yaml.safe_dump(shown, sort_keys=False)
     temporary = target.with_name("config.yaml.tmp")
     try:
-        temporary.write_text(text)
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # or the new name may come to the disk before its content
         os.replace(temporary, target)  # a run that is killed here leaves the old file or the new one
     except OSError as error:
         raise _unwritable(folder, error) from None
@@ -200,6 +204,10 @@ def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]
     if not path.is_file():
         return given, []
     stored, now = as_data(load_config(path)), as_data(given)
+    if not yaml.safe_load(path.read_text(encoding="utf-8")):
+        raise InputError(
+            f"{path} is empty, and defaults would take the place of the run's settings. {_RESTORE}"
+        )
     whole = _with_secrets(stored, now)
     if whole == stored and path.read_text().startswith(_NOTE):
         raise InputError(
@@ -214,6 +222,37 @@ def resumed_config(folder: pathlib.Path, given: Config, overrides: Sequence[str]
         if before.get(key) != after.get(key)
     ]
     return own, unused
+
+
+_RESTORE = "Put the config file that the run was started with in its place, overrides included."
+
+
+def check_complete(folder: pathlib.Path, saved: object) -> None:
+    """Refuses a config.yaml that was cut off, whose missing settings would silently be the defaults.
+
+    Args:
+      saved: the config in a snapshot of the run.
+
+    Raises:
+      InputError: config.yaml lacks settings that the snapshot has; an objective may be written in another form.
+    """
+    path = folder / "config.yaml"
+    here = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(saved, dict) or not isinstance(here, dict):
+        return
+    missing = [key for key in saved if key not in here]
+    for key, section in saved.items():
+        if key != "objective" and isinstance(section, dict) and key in here:
+            given = here[key]
+            missing += [
+                f"{key}.{name}" for name in section if not isinstance(given, dict) or name not in given
+            ]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise InputError(
+            f"{path} lacks {', '.join(missing[:5])}{more}, which the run had: it was cut off, and defaults would take their place. "
+            + _RESTORE
+        )
 
 
 def _with_secrets(own: Any, given: Any) -> Any:

@@ -109,6 +109,7 @@ from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.rollout.stream import Stream, StreamState
 from jaxrl_llm.run_folder import (
     abandon_folder,
+    check_complete,
     look_at,
     prepare_folder,
     resumed_config,
@@ -947,7 +948,8 @@ def _session(
         config, notes = resumed_config(folder, config, overrides)
         if os.path.isdir(folder / "snapshots"):
             with SnapshotStore(folder / "snapshots", read_only=True) as store:
-                check_snapshot_model(config, store)
+                began = check_snapshot_model(config, store)
+            do_on_first(lambda: check_complete(folder, began))
     software = {"jaxrl_llm": __version__, "jax": jax.__version__}
     check_same("processes", flatten(redact(as_data(config))) | software)
     with make_display(

@@ -290,6 +290,26 @@ def test_a_run_is_not_resumed_with_another_model(whole, tmp_path, monkeypatch):
     assert [path.read_bytes() for path in kept] == before
 
 
+def test_a_config_that_was_cut_off_is_not_filled_up_with_defaults(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = folder / "config.yaml"
+    text = path.read_text()
+    for kept, told in (
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        (text[: text.index("optimizer:")], r"lacks optimizer"),
+        (text[: text.index("  weight_decay")], r"lacks learner, .* and \d+ more"),
+        (text[: text.rindex("\n", 0, -1) + 1], r"lacks \w+\.\w+, which"),
+    ):
+        path.write_text(kept)
+        with pytest.raises(
+            InputError, match=f"{told}.* Put the config file that the run was started with in its place"
+        ):
+            train(short(), folder, resume=True, overrides=["steps=7"])
+        assert path.read_text() == kept
+
+
 def test_two_processes_do_not_write_one_run(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

@@ -394,13 +394,17 @@ def _plain(value: Any) -> Any:
 
 
 def _sample(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    # One that fills a batch and trains nothing has an empty mask; what follows its prompt was sampled all the same.
+    written = (
+        trajectory.completion if trajectory.mask.any() else trajectory.tokens[len(trajectory.prompt.tokens) :]
+    )
     return {
         "prompt": tokenizer.decode([int(t) for t in trajectory.prompt.tokens], skip_special=False),
-        "completion": tokenizer.decode([int(t) for t in trajectory.completion], skip_special=True),
+        "completion": tokenizer.decode([int(t) for t in written], skip_special=True),
         "uid": trajectory.prompt.uid,
         "task": trajectory.prompt.task,
         "group": int(trajectory.group),
-        "tokens": int(trajectory.mask.sum()),
+        "tokens": len(written),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
         "reason": trajectory.reason,
