@@ -17,6 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
@@ -26,6 +27,7 @@ from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Completion, Engine, Sampler, SamplingParams
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
+from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.types import TokenBatch
 
@@ -38,6 +40,7 @@ __all__ = [
     "build_sampler",
     "build_task",
     "certify_policy",
+    "check_snapshot_model",
     "check_teacher_source",
     "configured_model",
     "held_out_items",
@@ -86,6 +89,34 @@ def configured_model(config: Config) -> Model:
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
     return dataclasses.replace(model, config=changed)
+
+
+def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> None:
+    """Refuses a model of other shapes than that of a snapshot, before its weights are loaded.
+
+    Args:
+      version: None: the newest that can be read; what is damaged is reported where it is restored.
+
+    Raises:
+      InputError: parameters are missing or have other shapes; the message names model.source.
+    """
+    for candidate in list(reversed(store.versions())) if version is None else [version]:
+        try:
+            saved, began = store.shapes(candidate), store.meta(candidate).get("config")
+        except InputError:
+            continue
+        here = named_leaves(abstract_params(config_of(config.model.source, config.model.dtype)))
+        for name, leaf in here.items():
+            there = saved.get(f"params/{name}")
+            if there != leaf.shape:
+                found = "has none" if there is None else f"has {list(there)}"
+                source = began["model"]["source"] if began else "the model that the run began with"
+                raise InputError(
+                    f"model.source: {config.model.source} is not the model of snapshot {candidate} in {store.directory}: its "
+                    f"{name} has the shape {list(leaf.shape)}, the snapshot {found}. Set model.source={source}, or use "
+                    "another run."
+                )
+        return
 
 
 _ENOUGH_FOR_A_PRODUCT = 16  # tokens of a page, from which on a sum over them comes about as over a whole row

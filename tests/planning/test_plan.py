@@ -12,12 +12,13 @@ from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config, parse_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, topology_of
+from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
 from jaxrl_llm.planning.plan import compile_program
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
+from launch.topology import GENERATIONS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,16 @@ def test_the_shape_of_a_folder_needs_its_config_alone(tmp_path):
         (("--topology", "v5q:4x4"), r"no such kind of TPU.*Did you mean v5"),
         (("--topology", "v5p"), r"KIND:SHAPE"),
         (("--topology", "v5p:4by4"), r"two or three sizes"),
+        (
+            ("--topology", "v5p-100"),
+            r"counts TensorCores, two a chip. Nearest: v5p-64 .v5p:2x4x4., v5p-128 .v5p:4x4x4.",
+        ),
+        (
+            ("--topology", "v5litepod-12"),
+            r"counts chips. Nearest: v5litepod-8 .v5e:2x4., v5litepod-16 .v5e:4x4.",
+        ),
+        (("--topology", "tpu7x-64"), r"write its shape"),
+        (("--topology", "v3-8"), r"no such kind of TPU"),
         (("--topology", "v5p:4x4x4", "--slices", "0"), r"--slices"),
         (("--topology", "v5p:4x4x4", "--programs", "updat"), r"no program 'updat'"),
         (("--topology", "v5p:4x4x4", "--set", "objective=dpo"), r"jaxrl sft"),
@@ -78,6 +89,13 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'jaxrl-llm[tpu]'" in capsys.readouterr().err
     with pytest.raises(InputError, match="libtpu"):
         topology_of("v5e:2x2")
+
+
+def test_accelerator_types_are_the_shapes_that_the_launcher_has_for_them():
+    for name, kind in GENERATIONS.items():
+        largest = max(kind.shapes)
+        for number in range(2 * largest):
+            assert shape_of_type(name, number) == kind.shapes.get(number), (name, number)
 
 
 class Device:
