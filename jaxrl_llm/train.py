@@ -1070,6 +1070,8 @@ def loop(
             work = sum(row.get(f"time/{phase}", 0.0) for phase in (run.phase, "score", "update", "eval"))
             row["time/loop"] = ended - begin - work + run.laying_out + written
             row["time/tokens_per_second"] = run.speed(row)
+            if several():
+                row["time/processes"] = float(jax.process_count())  # a replay needs as many
             row = {"version": run.version, **row, **memory_metrics()}
             shares = run.shares(len(trajectories)) if trajectories else None
             samples_out.write(run.version, trajectories, run.tokenizer, shares=shares)
