@@ -148,7 +148,7 @@ def test_u01_keys_of_a_mapping_override_those_that_are_merged_into_it(load):
         ("max_new_token: 1", (), "max_new_token", "Did you mean rollout.max_tokens"),
         ("learner: {num_generations: 1}", (), "learner.num_generations", "Did you mean rollout.group_size?"),
         ("epochs: 1", (), "epochs", "Did you mean learner.epochs?"),
-        ("rollout: {seed: 1}", (), "rollout.seed", "seed, task.seed, data.seed or evaluation.seed?"),
+        ("rollout: {seed: 1}", (), "rollout.seed", "seed, task.seed or evaluation.seed?"),
         ("optimizer.eps: 1", (), "optimizer.eps", "in sections: optimizer: {eps: …}"),
         ("qqqqqq: 1", (), "qqqqqq", "such setting. Settings at the top: critic, data,"),
         ("objective: dapo", ("clip_high=0.3",), "clip_high", "is set as objective.clip_high=…"),
