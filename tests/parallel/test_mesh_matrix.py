@@ -58,10 +58,9 @@ def cells(fast=()):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_in_half_the_time():
     """What is split and how is decided before the optimisations that this leaves out."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
