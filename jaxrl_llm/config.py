@@ -178,6 +178,8 @@ class LearnerSettings:
     # Log-probs that are the sampler's bit for bit (sampler/rescore.py): off | score: proximal ones | train: those, and
     # the current ones at each update, whose gradient stays that of the dense forward pass. Costs a scoring pass each.
     exact: Literal["off", "score", "train"] = "off"
+    # What rests in host memory between the programs that read it, to make room on the chips: optimizer (moments), reference.
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
 
 
 @_section
@@ -208,7 +210,6 @@ class TrustRegionSettings:
 
     max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
     damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
-    cg_iterations: Positive = 10  # of the conjugate gradient
 
 
 @_section

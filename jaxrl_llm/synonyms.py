@@ -59,6 +59,7 @@ _NAMES_ELSEWHERE = {
     "grad_accum_steps",
     "learner.remat": "gradient_checkpointing activation_checkpointing checkpoint_activations enable_gradient_checkpointing "
     "recompute",
+    "learner.offload": "optimizer_offload offload_optimizer cpu_offload cpuoffload host_offload ref_offload",
     "learner.row_tokens": "packing sequence_packing pack max_token_len_per_gpu ppo_max_token_len_per_gpu",
     "reference": "ref ref_model reference_model reference_policy",
     "reference.tau": "ref_model_mixup_alpha ema polyak",
@@ -69,7 +70,6 @@ _NAMES_ELSEWHERE = {
     "critic.clip": "cliprange_value value_clip vf_clip clip_value",
     "trust_region": "trpo",
     "trust_region.max_kl": "target_kl kl_target delta",
-    "trust_region.cg_iterations": "cg_iters cg_steps",
     "evaluation": "eval evaluate validation val test",
     "evaluation.every": "eval_every eval_steps eval_freq eval_frequency eval_interval test_freq",
     "evaluation.items": "num_eval eval_size eval_items num_eval_items eval_samples num_eval_samples",

@@ -312,6 +312,7 @@ class BaseRun(abc.ABC):
                 critic_optimizer=critic_optimizer,
                 config=model.config,
                 mesh=self.mesh,
+                offload=learner.offload,
             )
         except ValueError as error:  # shapes that the mesh does not divide
             raise InputError(f"mesh: {error}") from None

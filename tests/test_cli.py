@@ -334,6 +334,7 @@ def test_data_that_cannot_be_used(refused, tmp_path, text, parts, items):
     refused(parts, "train", TINY_YAML, *(part for item in sets for part in ("--set", item)))
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_skipped_and_counted(jaxrl, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(rows(*(f"{c} word and more" for c in "abcdef"), "x" * 80, "y" * 90))

@@ -21,6 +21,7 @@ from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.experts import exchanged_bytes, on_mesh, router_load
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.offload import fetched, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
@@ -234,7 +235,9 @@ def make_update_step(
         grad_norm = optax.global_norm(grads)
         usable = trained & jnp.isfinite(grad_norm) & jnp.isfinite(total)
 
-        new = apply_gradients(optimizer, state, grads, usable)
+        # Moments that rest on the host come now, when the activations are gone.
+        moments = fetched(state.opt_state)
+        new = apply_gradients(optimizer, dataclasses.replace(state, opt_state=moments), grads, usable)
         advanced = objective.update(state.objective_state, metrics)
         objective_state = jax.tree.map(
             lambda after, before: jnp.where(usable, after, before), advanced, state.objective_state
@@ -260,7 +263,8 @@ def make_update_step(
         rate = applied_learning_rate(new.opt_state)
         if rate is not None:
             metrics["learning_rate"] = figure(rate)
-        return pinned(new, shardings), metrics
+        new = pinned(new, shardings)
+        return dataclasses.replace(new, opt_state=put_back(new.opt_state, state.opt_state)), metrics
 
     return UpdateStep(jax.jit(update, donate_argnums=0 if donate else ()), mesh)
 

@@ -29,6 +29,7 @@ from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.objectives import is_trust_region
 from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.offload import HOST_MEMORY
 from jaxrl_llm.parallel.rules import batch_shardings, param_shardings, replicated, state_shardings
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import attention_path, init_pages, page_sharding
@@ -124,10 +125,11 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def bytes_on_a_chip(tree: Any) -> int:
-    """Of arrays or `ShapeDtypeStruct`s with shardings."""
+    """Of arrays or `ShapeDtypeStruct`s with shardings; what rests in host memory is not on a chip."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(_plain(x.dtype)).itemsize
         for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != HOST_MEMORY
     )
 
 
@@ -229,7 +231,7 @@ def learner_programs(
 
     try:
         shapes = jax.eval_shape(begin, abstract_params(model), jax.random.key(0))
-        shardings = state_shardings(shapes, optimizer, model, mesh)
+        shardings = state_shardings(shapes, optimizer, model, mesh, offload=learner.offload)
         update = make_update_step(
             objective,
             model,
