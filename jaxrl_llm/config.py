@@ -101,7 +101,6 @@ class DataSettings:
     min_reward: float | None = (
         None  # rejection sampling: leave out examples with a lower reward, or with none
     )
-    seed: Natural = 0  # of the order of the rows
 
 
 @_section
@@ -233,10 +232,16 @@ class MeshSettings:
     data: Positive = 1  # replicas of the batch axis
     fsdp: Positive = 1  # shards of parameters and batch
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
-    # Devices that only sample, beside the data x fsdp x tensor of the learner: each holds a copy of the weights and
-    # sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
+    # Shards of the experts of a mixture, with rows of their own; of all other parameters they hold copies.
+    expert: Positive = 1
+    # Devices that only sample, beside those of the learner: each holds a copy of the weights and sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
     # step before it learns. 0: the learner's devices sample, too.
     sampler: Natural = 0
+
+    @property
+    def learner(self) -> int:
+        """Devices of the learner: the product of all axes."""
+        return self.data * self.fsdp * self.expert * self.tensor
 
 
 @_section
@@ -644,7 +649,7 @@ def _relations(c: Config) -> list[str]:
             f"learner.minibatches: {c.learner.minibatches} minibatches of packed rows (learner.row_tokens) need "
             f"learner.micro_batch_rows of at least as many, not {c.learner.micro_batch_rows}."
         )
-    if c.learner.exact != "off" and c.mesh.data * c.mesh.fsdp * c.mesh.tensor > 1:
+    if c.learner.exact != "off" and c.mesh.learner > 1:
         out.append(
             f"learner.exact: {c.learner.exact} needs one device: over a mesh, sums are split in other ways in the sampler "
             "than in the scoring pass. Use off, or a mesh of 1."

@@ -903,7 +903,7 @@ def session(
     barriers: Collection[int] = (),
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
-    check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
+    check_covers(config.mesh.learner)
     resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
     before = look_at(folder)
     with contextlib.ExitStack() as held:

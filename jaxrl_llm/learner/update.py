@@ -339,7 +339,7 @@ def router_figures(routers: dict[str, Array], config: ModelConfig, places: int) 
         "expert_load_min": figure(jnp.min(relative)),
         "expert_dropped": Mean(total["dropped"], pairs),
         "expert_replayed": Mean(total["replayed"], tokens),
-        "expert_exchange": figure(jnp.asarray(exchanged_bytes(config, places))),
+        "expert_exchange": figure(jnp.float32(exchanged_bytes(config, places))),
         "router_entropy": Mean(total["entropy"], tokens),
     }
 

@@ -15,7 +15,7 @@ __all__ = ["AXES", "BATCH_AXES", "batch_shards", "data_devices", "make_mesh"]
 
 AXES = ("data", "fsdp", "expert", "tensor")
 # Rows are split over these; parameters over fsdp and tensor, those of experts over expert too.
-BATCH_AXES = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "expert", "fsdp")
 
 
 def make_mesh(

@@ -153,7 +153,14 @@ def forward_flops(model: ModelConfig, tokens: float, context: float) -> float:
 # --------------------------------------------------------------------------------------- the learner
 
 
-def _batch(config: Config, objective: LossTransform, rows: int, tokens: int, teacher: ModelConfig | None):
+def _batch(
+    config: Config,
+    objective: LossTransform,
+    model: ModelConfig,
+    rows: int,
+    tokens: int,
+    teacher: ModelConfig | None,
+):
     """An abstract batch as it comes from the rollout and from scoring, not yet prepared."""
     wanted = {need.field for need in needs(objective) if need.record == "batch"}
     k = max(topk_size(objective), teacher_needs(objective).k)
@@ -180,6 +187,8 @@ def _batch(config: Config, objective: LossTransform, rows: int, tokens: int, tea
         r = config.rollout
         if r.top_k or r.top_p < 1 or r.min_p:
             given["support_ids"] = zeros(jnp.int32, r.max_support)
+        if model.num_experts:
+            given["routing_ids"] = zeros(jnp.int16, model.num_layers, model.experts_per_token)
         return TokenBatch(**given, learner_version=jnp.int32(0))
 
     return jax.eval_shape(make)
@@ -254,13 +263,13 @@ def learner_programs(
         shards = batch_shards(mesh)
         if batch.shape[0] % shards:
             raise InputError(
-                f"mesh: a batch of {batch.shape[0]} rows does not divide over {shards} shards (data x fsdp); choose "
+                f"mesh: a batch of {batch.shape[0]} rows does not divide over {shards} shards (data x fsdp x expert); choose "
                 "other sizes, or more samples."
             )
         return placed(batch, batch_shardings(batch, mesh))
 
-    whole = rowwise(_batch(config, objective, work.rows, work.row_tokens, teacher))
-    part = _batch(config, objective, work.update_rows, work.row_tokens, teacher)
+    whole = rowwise(_batch(config, objective, model, work.rows, work.row_tokens, teacher))
+    part = _batch(config, objective, model, work.update_rows, work.row_tokens, teacher)
     prepared = rowwise(jax.eval_shape(lambda b, s: objective.prepare(b, s)[0], part, shapes.objective_state))
     tokens, seen = work.rows * work.row_tokens, work.context / 2
     forward = forward_flops(model, tokens, seen)

@@ -131,8 +131,10 @@ def _estimate(
     over_data = 2 * turns * 4 * weights / fsdp * (copies - 1) / copies
     # The residual stream is summed twice a layer; forward, recomputed and backward.
     over_tensor = turns * mine * T * D * 2 * L * 6 * 2 * (tensor - 1) / tensor
+    # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward, recomputed and backward.
+    over_expert = turns * mine * T * D * (2 + 4) * L * 3 * (sizes["expert"] - 1)
     crosses = topology.slices > 1
-    ici = over_fsdp + over_tensor + (0 if crosses else over_data)
+    ici = over_fsdp + over_tensor + over_expert + (0 if crosses else over_data)
     products = 4 * forward_flops(model, turns * rows * T, T / 2) / chips  # layers are computed twice
     seconds = max(
         products / chip.flops, ici / chip.ici_speed, (over_data if crosses else 0.0) / chip.dcn_speed
@@ -152,7 +154,7 @@ def search(
     Raises:
       InputError: see `make_plan`; or nothing divides the model over so many chips.
     """
-    if getattr(config.mesh, "sampler", 0):
+    if config.mesh.sampler:
         raise InputError(
             "plan: --search chooses the mesh of all chips; leave mesh.sampler at 0 (--set mesh.sampler=0)."
         )
@@ -199,7 +201,9 @@ def _pages(config: Config, model: ModelConfig, plan: Plan, work: Workload) -> in
     waits = sum(
         update.get(role, 0) for role in ("master weights", "optimiser", "reference", "critic", "teacher")
     )
-    copy = 2 * model.num_parameters / (plan.mesh["fsdp"] * plan.mesh["tensor"])
+    experts = model.num_layers * model.mlp_parameters if model.num_experts else 0
+    parameters = model.num_parameters - experts + experts / plan.mesh["expert"]
+    copy = 2 * parameters / (plan.mesh["fsdp"] * plan.mesh["tensor"])
     free = _HEADROOM * plan.chip.hbm_bytes - waits - copy
     own = pages_for(work.context, work.page_size)
     wanted = 1 + own * min(work.slots, work.samples) + 2 * own

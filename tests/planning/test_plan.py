@@ -15,7 +15,7 @@ from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.plan import compile_program
+from jaxrl_llm.planning.plan import compile_program, make_plan
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
 from launch.topology import GENERATIONS
@@ -113,8 +113,10 @@ def topology(chips, kind="v5p", slices=1):
 
 
 def test_a_mesh_that_does_not_take_all_chips_is_refused_with_sizes_that_do():
-    with pytest.raises(InputError, match="takes 8 devices.*has 16.*mesh.fsdp=16"):
-        device_mesh(topology(16), {"data": 1, "fsdp": 4, "tensor": 2})
+    with pytest.raises(
+        InputError, match="mesh.expert=1 x mesh.tensor=2 takes 8 devices.*has 16.*mesh.fsdp=16"
+    ):
+        device_mesh(topology(16), {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
     with pytest.raises(InputError, match="2 slices must divide mesh.data"):
         device_mesh(topology(16, slices=2), {"data": 1, "fsdp": 8, "tensor": 2})
 
@@ -167,6 +169,26 @@ def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, s
         assert many.sent < few.sent and many.bytes > few.bytes
         # Copies of the parameters take more room than shards of them.
         assert by_sizes[16, 1, 4, 16].bytes > few.bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("qwen3_8b_grpo_v5p_64", ["mesh.expert=2"], "mesh.expert: 2 shards.*Qwen3-8B has none.*mesh.fsdp=32"),
+        ("qwen3_30b_a3b_gspo_v5p_128", ["mesh.expert=3"], "has 128 experts.*1, 2, 4, 8, 16, 32, 64, 128"),
+    ],
+)
+def test_shards_of_experts_that_there_cannot_be_are_refused_before_the_topology(config, overrides, message):
+    with pytest.raises(InputError, match=message):
+        make_plan(load_config(f"configs/{config}.yaml", overrides), "no such topology")
+
+
+def test_the_search_proposes_settings_that_there_are():
+    config = load_config("configs/qwen3_30b_a3b_gspo_v5p_128.yaml")
+    model = shape_of(config.model.source, config.model.dtype)
+    found = next(c for c in candidates(model, workload_of(config), topology(128)) if c.sizes["expert"] == 8)
+    again = load_config("configs/qwen3_30b_a3b_gspo_v5p_128.yaml", found.overrides)
+    assert again.mesh.expert == 8 and again.mesh.learner == 128
 
 
 def test_the_search_spreads_experts_and_what_a_token_takes_of_them_counts():
