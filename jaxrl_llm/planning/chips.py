@@ -103,9 +103,9 @@ def _shaped(name: str) -> str:
         raise InputError(
             f"--topology {name}: accelerator types of {kind} are not known here; write its shape, for example {kind}:2x2x1."
         )
-    shape = shape_of_type(kind, number)
-    if shape is not None:
-        return f"{kind}:{shape}"
+    known = shape_of_type(kind, number)
+    if known is not None:
+        return f"{kind}:{known}"
     largest, cores = _TYPES[kind]
     there = [n for n in (cores << power for power in range(14)) if shape_of_type(kind, n) is not None]
     there += [cores * largest] if cores * largest not in there else []

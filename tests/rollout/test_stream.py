@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.carry import from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.collect import rollout_metrics, staleness_metrics, trajectory_of
 from jaxrl_llm.rollout.stream import Schedule, Stream, StreamState
