@@ -86,7 +86,7 @@ def exchanged_bytes(config: ModelConfig, tokens: int) -> int:
         return 0
     ranks = placement.mesh.shape["expert"]
     if config.expert_capacity is not None:
-        shards = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
+        shards = math.prod(placement.mesh.shape[axis] for axis in (*placement.rows, "context"))
         room = _room(config, tokens // shards) or 0
         elsewhere = config.num_experts - config.num_experts // ranks
         numbers = 2 * elsewhere * room * config.hidden_size * shards * placement.mesh.shape["tensor"]
@@ -326,7 +326,7 @@ def _spread(
     mesh, rows = placement.mesh, placement.rows
     ranks = mesh.shape["expert"]
     mine = config.num_experts // ranks  # divides: `parallel.rules` has refused other meshes
-    split = PartitionSpec(rows or None)
+    split = PartitionSpec(rows, "context") if rows else PartitionSpec()
     inner = {
         "expert_gate": PartitionSpec("expert", None, "tensor"),
         "expert_up": PartitionSpec("expert", None, "tensor"),
