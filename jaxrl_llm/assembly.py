@@ -109,6 +109,7 @@ def in_sampler_order(config: Config, model: Model, *, packed: bool) -> Model:
         or (s.weights, s.kv) != ("compute", "compute")
         or s.page_size < _ENOUGH_FOR_A_PRODUCT
         or blocks > _BLOCKS[packed]
+        or config.mesh.context > 1  # tokens that are split are computed block by block
     ):
         return model
     order = KeyBlocks(s.page_size, blocks if packed else None)
@@ -444,10 +445,10 @@ def schedule_of(config: Config) -> Schedule | None:
 def build_mesh(config: Config) -> jax.sharding.Mesh | None:
     """The device mesh of a config, None for one device."""
     m = config.mesh
-    if m.data * m.fsdp * m.tensor == 1:
+    if m.learner == 1:
         return None
     try:
-        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
+        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, context=m.context)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
 
@@ -461,7 +462,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
     m = config.mesh
     if not m.sampler:
         return []
-    devices, learner = jax.devices(), m.data * m.fsdp * m.tensor
+    devices, learner = jax.devices(), m.learner
     if jax.process_count() > 1:
         raise InputError(
             f"mesh.sampler: {m.sampler} devices that only sample need a run of one process, and this one has "
@@ -469,7 +470,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
         )
     if learner + m.sampler > len(devices):
         raise InputError(
-            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x context x tensor) are "
             f"{learner + m.sampler}, and there are {len(devices)}. Lower them or leave mesh.sampler out; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={learner + m.sampler} makes as many."
         )

@@ -80,6 +80,7 @@ _NAMES_ELSEWHERE = {
     "mesh.data": "dp data_parallel data_parallel_size num_gpus",
     "mesh.fsdp": "zero zero_stage fsdp_size",
     "mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "mesh.context": "cp context_parallel context_parallel_size cp_size ulysses_sequence_parallel_size",
 }  # fmt: skip
 
 

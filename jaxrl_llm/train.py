@@ -755,7 +755,7 @@ class Run(BaseRun):
         begin = time.perf_counter()
         batch = pack(
             trajectories,
-            pad_to_multiple=config.learner.pad_to_multiple,
+            pad_to_multiple=config.row_multiple,
             row_tokens=config.learner.row_tokens,
             start_multiple=1 if blocks is None else 2,
             vocab_size=self.model_config.vocab_size,
@@ -876,7 +876,7 @@ def session(
     barriers: Collection[int] = (),
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
-    check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
+    check_covers(config.mesh.learner)
     resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
     mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
     try:

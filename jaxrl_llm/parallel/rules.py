@@ -88,9 +88,10 @@ def _sharding(name: str, spec: ParamSpec, mesh: Mesh, rules: Rules) -> NamedShar
             )
         shards = math.prod(mesh.shape[mesh_axis] for mesh_axis in names)
         if size % shards:
+            splitting = " x ".join(repr(mesh_axis) for mesh_axis in names if mesh.shape[mesh_axis] > 1)
             raise ValueError(
                 f"sharding rules: parameter {name} has {size} entries along {axis!r}, which do not divide "
-                f"into {shards} shards of mesh axis {entry!r}. Choose another size for {entry!r}."
+                f"into {shards} shards of mesh axis {splitting}. Choose another size for {splitting}."
             )
     return NamedSharding(mesh, split)
 

@@ -59,9 +59,7 @@ def test_three_numbers_a_token_say_what_t_booleans_said():
     np.testing.assert_array_equal(visible_tokens(jnp.asarray(SEGMENTS)), expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "block", "atol"), [("float32", 8, 2e-6), ("bfloat16", 16, 0.03)]
-)
+@pytest.mark.parametrize(("dtype", "block", "atol"), [("float32", 8, 2e-6), ("bfloat16", 16, 0.03)])
 def test_blocks_change_neither_values_nor_gradients(dtype, block, atol):
     """Blocks that 40 tokens divide into, and that they do not."""
     q, k, v, weight = inputs(40, dtype)
@@ -89,7 +87,9 @@ def test_a_token_that_is_not_seen_moves_nothing():
 
 def test_long_rows_are_computed_in_blocks_and_short_ones_are_not():
     def kind(tokens, **more):
-        return type(jax.eval_shape(lambda s: sight_for(s, **more), jax.ShapeDtypeStruct((1, tokens), "int32")))
+        return type(
+            jax.eval_shape(lambda s: sight_for(s, **more), jax.ShapeDtypeStruct((1, tokens), "int32"))
+        )
 
     assert kind(2048) is jax.ShapeDtypeStruct and kind(2064) is Sight
     assert kind(2064, blocks=KeyBlocks(16)) is jax.ShapeDtypeStruct  # an order that was asked for is kept

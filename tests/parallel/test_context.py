@@ -46,9 +46,7 @@ def _batch(rows=4):
 
     prompts = [rng.integers(3, 128, length).astype(np.int32) for length in (19, 9, 14, 30)]
     given = [make(prompt, group) for group, prompt in enumerate(prompts) for _ in range(4)]
-    batch = pack(
-        given, learner_version=0, row_tokens=WIDTH - 3, pad_to_multiple=WIDTH, rows_multiple=rows
-    )
+    batch = pack(given, learner_version=0, row_tokens=WIDTH - 3, pad_to_multiple=WIDTH, rows_multiple=rows)
     segments = np.asarray(batch.segments)
     for border in range(WIDTH // 4, WIDTH, WIDTH // 4):
         assert np.any((segments[:, border] == segments[:, border - 1]) & (segments[:, border] != 0)), border
@@ -129,7 +127,9 @@ def test_lists_of_tokens_are_split_too():
 
 def test_rows_that_do_not_divide_are_refused():
     batch = jax.tree.map(lambda x: x[:, :62] if jnp.ndim(x) >= 2 else x, _batch())
-    with pytest.raises(ValueError, match="62 tokens do not divide into the 4 shards of the mesh axis context"):
+    with pytest.raises(
+        ValueError, match="62 tokens do not divide into the 4 shards of the mesh axis context"
+    ):
         make_score(TINY, make_mesh(context=4))(init_params(TINY, jax.random.key(0)), batch)
     with pytest.raises(ValueError, match="context and tensor must be at least 1"):
         make_mesh(context=0)

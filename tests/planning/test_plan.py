@@ -106,7 +106,7 @@ def test_the_work_of_a_train_step_follows_from_the_config():
         {
             "model": {"max_context": 1000},
             "rollout": {"prompts": 5, "group_size": 4, "max_tokens": 600},
-            "learner": {"micro_batch_rows": 8, "pad_to_multiple": 128, "minibatches": 2},
+            "learner": {"micro_batch_rows": 8, "minibatches": 2},
             "sampler": {"slots": 16, "page_size": 64},
         }
     )
