@@ -36,7 +36,15 @@ def test_under_80_settings():
 
 @pytest.mark.parametrize(
     ("longest", "shards", "multiple"),
-    [(64, 1, 16), (256, 1, 16), (1024, 1, 64), (2048, 1, 128), (3000, 1, 256), (131_072, 16, 8192), (64, 3, 48)],
+    [
+        (64, 1, 16),
+        (256, 1, 16),
+        (1024, 1, 64),
+        (2048, 1, 128),
+        (3000, 1, 256),
+        (131_072, 16, 8192),
+        (64, 3, 48),
+    ],
 )
 def test_rows_have_one_of_16_lengths_that_their_shards_divide(longest, shards, multiple):
     config = parse_config({"model": {"max_context": longest}, "mesh": {"context": shards}})

@@ -27,11 +27,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.blockwise import goes_in_blocks, seen, sight_of
@@ -373,8 +375,10 @@ def head_output(
     padding = -M % C
 
     def block(x, fill):
-        x = x.reshape(blocks, B // blocks, across, T // across, *x.shape[2:])
-        x = x.swapaxes(1, 2).reshape(R, M, *x.shape[4:])
+        if layout is None or across == 1:
+            x = x.reshape(blocks, M, *x.shape[2:])
+        else:  # each device its own; of a reshape over both axes the compiler makes copies of everything everywhere
+            x = _on_devices(layout, lambda x: x.reshape(1, M, *x.shape[2:]), x, layout.tokens, layout.blocks)
         widths = [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, widths, constant_values=fill) if padding else x
 
@@ -421,10 +425,22 @@ def head_output(
         out = out._replace(divergence=None)
 
     def unblock(x):
-        x = x[:, :M].reshape(blocks, across, B // blocks, T // across, *x.shape[2:])
-        return x.swapaxes(1, 2).reshape(B, T, *x.shape[4:])
+        x = x[:, :M]
+        if layout is None or across == 1:
+            return x.reshape(B, T, *x.shape[2:])
+        local = (B // blocks, T // across)
+        return _on_devices(layout, lambda x: x.reshape(*local, *x.shape[2:]), x, layout.blocks, layout.tokens)
 
     return jax.tree.map(unblock, out)
+
+
+def _on_devices(
+    layout: Layout, f: Callable[[Array], Array], x: Array, given: NamedSharding, wanted: NamedSharding
+) -> Array:
+    """f of what each device has of x."""
+    return jax.shard_map(
+        f, mesh=layout.tokens.mesh, in_specs=given.spec, out_specs=wanted.spec, check_vma=False
+    )(x)
 
 
 def segment_positions(segments: Array) -> Array:
