@@ -134,7 +134,8 @@ def embed(params: Any, config: ModelConfig, tokens: Array, layout: Layout | None
     # Gathered before the cast: the gradient then adds up in the dtype of the parameter. Held to the shards of the table,
     # it goes from rows to them in the compute dtype; else all of it is gathered on every device.
     looked_up = None if layout is None else layout.looked_up
-    return pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
+    x = pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
+    return pinned(x, layout.moving) if layout is not None and layout.context > 1 else x
 
 
 def head_matrix(params: Any) -> Array:

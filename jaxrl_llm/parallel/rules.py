@@ -150,6 +150,7 @@ class Layout(NamedTuple):
     blocks: NamedSharding  # of [R, ...], one block of tokens a device
     heads: NamedSharding  # of [B, T, heads, ...]
     looked_up: NamedSharding  # of [B, T, D], rows of the embedding before they go to where their sequence is
+    moving: NamedSharding  # of [B, T, D], half way from there: compilers move one mesh axis at a time, or copy everything
     head: NamedSharding  # of [D, V], the output head while it is multiplied with: gathered once, not in each chunk
     head_gradient: NamedSharding  # of [D, V]
 
@@ -171,6 +172,7 @@ def layout_of(mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> Layout | None:
         ((*BATCH_AXES, "context"),),
         (BATCH_AXES, "context", rules["kv_heads"]),
         (others, None, embed),
+        (others, "context", tuple(axis for axis in split if axis != "context")),
         (None, vocab),
         (embed, vocab),
     )
