@@ -102,7 +102,6 @@ class DataSettings:
     min_reward: float | None = (
         None  # rejection sampling: leave out examples with a lower reward, or with none
     )
-    seed: Natural = 0  # of the order of the rows
 
 
 @_section
@@ -179,6 +178,8 @@ class LearnerSettings:
     # Log-probs that are the sampler's bit for bit (sampler/rescore.py): off | score: proximal ones | train: those, and
     # the current ones at each update, whose gradient stays that of the dense forward pass. Costs a scoring pass each.
     exact: Literal["off", "score", "train"] = "off"
+    # What rests in host memory between the programs that read it, to make room on the chips: optimizer (moments), reference.
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
 
 
 @_section
@@ -209,7 +210,6 @@ class TrustRegionSettings:
 
     max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
     damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
-    cg_iterations: Positive = 10  # of the conjugate gradient
 
 
 @_section
@@ -232,6 +232,8 @@ class MeshSettings:
     data: Positive = 1  # replicas of the batch axis
     fsdp: Positive = 1  # shards of parameters and batch
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
+    # Shards of the experts of a mixture, with rows of their own; of all other parameters they hold copies.
+    expert: Positive = 1
     # Shards of the tokens of each row in the learner, for rows too long for one device; of the parameters, shards as those
     # of fsdp. Attention waits for the device with the last tokens, which see most.
     context: Positive = 1
@@ -243,7 +245,7 @@ class MeshSettings:
     @property
     def learner(self) -> int:
         """Devices of the learner: the product of all axes."""
-        return self.data * self.fsdp * self.context * self.tensor
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
 @_section

@@ -215,7 +215,7 @@ class RowSource:
         """Continues at a saved state. Raises InputError when it belongs to other rows or another seed."""
         if state["identity"] != self._identity:
             raise InputError(
-                f"data file {self._name}: its rows, or data.seed, are not those of the snapshot ({state['identity']}, now "
+                f"data file {self._name}: its rows, or the seed, are not those of the snapshot ({state['identity']}, now "
                 f"{self._identity}). Use the same file and settings, or start a new run."
             )
         self._cursor, self.skipped = int(state["cursor"]), int(state["skipped"])
@@ -384,7 +384,7 @@ class SupervisedRun(BaseRun):
         self.render = functools.partial(_render, tokenizer=model.tokenizer)
         name = pathlib.Path(str(config.data.path)).name
         self.source: RowSource = RowSource(
-            rows, self.render, seed=config.data.seed, longest=config.model.max_context, name=name
+            rows, self.render, seed=config.seed, longest=config.model.max_context, name=name
         )
         super().__init__(config, folder, objective, model, policy=policy, entropy=False)
         self.measure = make_measure(

@@ -174,9 +174,13 @@ def learner_parts(
     logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
     weights = 4 * model.num_parameters
     support = _support_bytes(config, model) if sampled else 0
+    # On the host they take nothing of an accelerator, and as much of a machine without one.
+    apart = jax.default_backend() != "cpu"
+    moments = 2 * weights if adam and not (apart and "optimizer" in learner.offload) else 0
+    lower = ("learner.offload", "model.source") if apart else ("model.source",)
     return [
         Part("gradients", weights, ("model.source",)),
-        Part("moments of the optimiser", 2 * weights if adam else 0, ("model.source",)),
+        Part("moments of the optimiser", moments, lower),
         Part(
             "batch",
             padded * T * (_TOKEN_BYTES + support) + rows * _ROW_BYTES,

@@ -16,7 +16,7 @@ __all__ = ["AXES", "BATCH_AXES", "batch_shards", "data_devices", "make_mesh"]
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 # Rows are split over these, and the tokens of a row over context; parameters over fsdp, context and tensor, those of
 # experts over expert too.
-BATCH_AXES = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "expert", "fsdp")
 
 
 def make_mesh(

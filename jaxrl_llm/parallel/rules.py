@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.parallel.mesh import BATCH_AXES
+from jaxrl_llm.parallel.offload import check_offload, host_shardings
 from jaxrl_llm.types import LearnerState, TokenBatch
 
 __all__ = [
@@ -76,6 +77,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def _canonical(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The same places, written as programs write those of their results: otherwise a second step is compiled anew."""
+
+    def split(entry: Any) -> Any:
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        names = tuple(name for name in names if mesh.shape[name] > 1)
+        return names if len(names) > 1 else (names[0] if names else None)
+
+    entries = [split(entry) for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
 def _sharding(name: str, spec: ParamSpec, mesh: Mesh, rules: Rules) -> NamedSharding:
     split = partition_spec(spec.axes, rules)
     for axis, size, entry in zip(spec.axes, spec.shape, split, strict=True):
@@ -93,7 +108,7 @@ def _sharding(name: str, spec: ParamSpec, mesh: Mesh, rules: Rules) -> NamedShar
                 f"sharding rules: parameter {name} has {size} entries along {axis!r}, which do not divide "
                 f"into {shards} shards of mesh axis {splitting}. Choose another size for {splitting}."
             )
-    return NamedSharding(mesh, split)
+    return NamedSharding(mesh, _canonical(split, mesh))
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
@@ -115,13 +130,17 @@ def state_shardings(
     config: ModelConfig,
     mesh: Mesh,
     rules: Rules = DEFAULT_RULES,
+    *,
+    offload: Collection[str] = (),
 ) -> LearnerState:
     """The shardings of a learner state: moments lie where their parameters lie, scalars everywhere.
 
     Args:
       state: arrays or `jax.ShapeDtypeStruct`s.
       optimizer: the one whose state is in `state`.
+      offload: what rests in the memory of the host, see `parallel.offload`.
     """
+    offload = check_offload(offload)
     params = param_shardings(config, mesh, rules)
     everywhere = replicated(mesh)
     opt_state = optax.tree_utils.tree_map_params(
@@ -134,9 +153,12 @@ def state_shardings(
     rest = jax.tree.map(
         lambda _: everywhere, dataclasses.replace(state, params=None, opt_state=None, reference=None)
     )
-    return dataclasses.replace(
-        rest, params=params, opt_state=opt_state, reference=None if state.reference is None else params
-    )
+    if "optimizer" in offload:
+        opt_state = host_shardings(state.opt_state, opt_state)
+    reference = None if state.reference is None else params
+    if "reference" in offload and reference is not None:
+        reference = host_shardings(state.reference, reference)
+    return dataclasses.replace(rest, params=params, opt_state=opt_state, reference=reference)
 
 
 class Layout(NamedTuple):

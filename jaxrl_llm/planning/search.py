@@ -141,8 +141,10 @@ def _estimate(
     # Keys and values are gathered three times a layer, their gradients summed once.
     keys = mine * T * model.num_kv_heads / tensor * model.head_dim * 2 * 2
     over_context = turns * L * keys * 4 * (context - 1) / context
+    # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward, recomputed and backward.
+    over_expert = turns * mine * T / context * D * (2 + 4) * L * 3 * (sizes["expert"] - 1)
     crosses = topology.slices > 1
-    ici = over_fsdp + over_tensor + over_context + (0 if crosses else over_data)
+    ici = over_fsdp + over_tensor + over_context + over_expert + (0 if crosses else over_data)
     # Layers are computed twice; of a row that is split the device with its end sees nearly all of it.
     products = 4 * forward_flops(model, turns * rows * T, T * (1 - 1 / (2 * context))) / chips
     seconds = max(
@@ -165,7 +167,7 @@ def search(
     Raises:
       InputError: see `make_plan`; or nothing divides the model over so many chips.
     """
-    if getattr(config.mesh, "sampler", 0):
+    if config.mesh.sampler:
         raise InputError(
             "plan: --search chooses the mesh of all chips; leave mesh.sampler at 0 (--set mesh.sampler=0)."
         )
@@ -212,7 +214,9 @@ def _pages(config: Config, model: ModelConfig, plan: Plan, work: Workload) -> in
     waits = sum(
         update.get(role, 0) for role in ("master weights", "optimiser", "reference", "critic", "teacher")
     )
-    copy = 2 * model.num_parameters / (plan.mesh["fsdp"] * plan.mesh["context"] * plan.mesh["tensor"])
+    experts = model.num_layers * model.mlp_parameters if model.num_experts else 0
+    parameters = model.num_parameters - experts + experts / plan.mesh["expert"]
+    copy = 2 * parameters / (plan.mesh["fsdp"] * plan.mesh["context"] * plan.mesh["tensor"])
     free = _HEADROOM * plan.chip.hbm_bytes - waits - copy
     own = pages_for(work.context, work.page_size)
     wanted = 1 + own * min(work.slots, work.samples) + 2 * own

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -47,6 +47,18 @@ __all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
 
 Pages = Literal["keep", "recompute"]
 
+# Lists of a request with an entry for each token.
+_GROWING = (
+    "logprobs",
+    "raw_logprobs",
+    "top_ids",
+    "top_logprobs",
+    "support_ids",
+    "support_cut",
+    "routing",
+    "versions",
+    "kv_versions",
+)
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -62,12 +74,24 @@ class Event(NamedTuple):
     completion: Completion | None  # of the whole request, when it has ended
 
 
-class Carried(NamedTuple):
+class Carried:
     """A request that has not ended, as another engine can go on with it."""
 
-    so_far: Completion  # its `stop` says nothing
-    begun: bool  # it has been in a slot, so that it comes before those that have not
-    priority: int
+    def __init__(self, so_far: Completion | Callable[[], Completion], begun: bool, priority: int):
+        """
+        Args:
+          so_far: the completion as far as it is; or a function that makes it, called when it is first asked for.
+          begun: it has been in a slot, so that it comes before those that have not.
+          priority: as it was submitted.
+        """
+        self._so_far, self.begun, self.priority = so_far, begun, priority
+
+    @property
+    def so_far(self) -> Completion:
+        """What has been sampled; its `stop` says nothing."""
+        if not isinstance(self._so_far, Completion):
+            self._so_far = self._so_far()
+        return self._so_far
 
 
 class Staged(NamedTuple):
@@ -302,6 +326,8 @@ class Engine:
         there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
         state = prefill_cache = None
         if self._weights is None:
+            if self._mesh is None:
+                self.config = on_mesh(self.config, _mesh_of(here))
             state = decode.init_state(
                 self.config,
                 self.stats.slots,
@@ -383,17 +409,32 @@ class Engine:
         return ids
 
     def unfinished(self) -> list[tuple[int, Carried]]:
-        """Every request that has not ended, by id, the one that is served first in front. Call it between steps."""
+        """Every request that has not ended, by id, the one that is served first in front. Call it between steps.
+
+        Cheap: what they have sampled up to now is copied when it is asked for, also after further steps.
+        """
         rows = sorted(self._rows.values(), key=lambda row: row.rank)
-        return [
-            (
-                row.id,
-                Carried(
-                    self._completion(row, StopReason.CANCELLED, decoded=False), row.order >= 0, row.priority
-                ),
-            )
-            for row in rows
-        ]
+        return [(row.id, Carried(self._as_it_is(row), row.order >= 0, row.priority)) for row in rows]
+
+    def _as_it_is(self, row: Row) -> Callable[[], Completion]:
+        """The completion of a row up to now, made later: the lists of a row only ever grow."""
+        request, now = row.request, self._clock()
+        lengths = {name: len(getattr(request, name)) for name in _GROWING}
+        tokens, scores, started, first = (
+            len(row.tokens),
+            request.prompt_scores,
+            request.started,
+            request.first,
+        )
+
+        def make() -> Completion:
+            lists = {name: getattr(request, name)[:length] for name, length in lengths.items()}
+            times = {"started": started, "first": first, "ended": now}
+            then = dataclasses.replace(request, prompt_scores=scores, **lists, **times)
+            row_then = dataclasses.replace(row, tokens=row.tokens[:tokens], request=then)
+            return self._completion(row_then, StopReason.CANCELLED, decoded=False)
+
+        return make
 
     def begun_at(self) -> dict[int, int]:
         """The version of the oldest token of every request that has one and has not ended, by id."""
@@ -1064,6 +1105,14 @@ def check_params(params: Any, config: ModelConfig) -> None:
             f"sampler: params do not fit the config of the sampler: {'; '.join(wrong[:3])}"
             f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Pass the params of that model."
         )
+
+
+def _mesh_of(weights: Any) -> jax.sharding.Mesh | None:
+    """The mesh that weights are spread over, if it has the axes that experts are split over."""
+    spread = everywhere(weights)
+    if spread is None or not isinstance(spread.mesh, jax.sharding.Mesh):
+        return None
+    return spread.mesh if {"expert", "tensor"} <= set(spread.mesh.axis_names) else None
 
 
 def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:

@@ -79,6 +79,14 @@ def test_a_rule_for_an_axis_that_the_mesh_lacks_is_named():
         param_shardings(TINY, make_mesh(), {**DEFAULT_RULES, "mlp": "model"})
 
 
+def test_places_are_written_as_programs_write_them():
+    """Else the second call of a step, with what the first returned, would compile it once more."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(TINY, make_mesh(1, 4, 1)))
+    assert specs["final_norm"] == specs["layers"]["attn_norm"] == PartitionSpec()
+    assert specs["layers"]["gate"] == PartitionSpec(None, "fsdp")  # and not (None, "fsdp", "tensor")
+    assert specs["layers"]["down"] == PartitionSpec(None, None, "fsdp")
+
+
 def test_moments_lie_where_their_parameters_lie():
     mesh = make_mesh(2, 2, 2)
     objective, optimizer = grpo(), make_optimizer(1e-3, weight_decay=0.1)
