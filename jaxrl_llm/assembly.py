@@ -164,6 +164,7 @@ def in_sampler_order(config: Config, model: Model, *, packed: bool) -> Model:
         or (s.weights, s.kv) != ("compute", "compute")
         or s.page_size < _ENOUGH_FOR_A_PRODUCT
         or blocks > _BLOCKS[packed]
+        or config.mesh.context > 1  # tokens that are split are computed block by block
     ):
         return model
     order = KeyBlocks(s.page_size, blocks if packed else None)
@@ -502,7 +503,7 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
     if m.learner == 1:
         return None
     try:
-        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, expert=m.expert)
+        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, expert=m.expert, context=m.context)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
 
@@ -524,7 +525,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
         )
     if learner + m.sampler > len(devices):
         raise InputError(
-            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x expert x tensor) are "
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (the product of the other axes) are "
             f"{learner + m.sampler}, and there are {len(devices)}. Lower them or leave mesh.sampler out; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={learner + m.sampler} makes as many."
         )

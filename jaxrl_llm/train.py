@@ -784,7 +784,7 @@ class Run(BaseRun):
         begin = time.perf_counter()
         batch = pack(
             trajectories,
-            pad_to_multiple=config.learner.pad_to_multiple,
+            pad_to_multiple=config.row_multiple,
             row_tokens=config.learner.row_tokens,
             start_multiple=1 if blocks is None else 2,
             vocab_size=self.model_config.vocab_size,

@@ -1,5 +1,6 @@
 """The parts of `jaxrl plan` that need no compiler for TPUs: shapes by name, meshes, the search's formula, errors."""
 
+import dataclasses
 import glob
 import math
 import re
@@ -126,7 +127,7 @@ def test_the_work_of_a_train_step_follows_from_the_config():
         {
             "model": {"max_context": 1000},
             "rollout": {"prompts": 5, "group_size": 4, "max_tokens": 600},
-            "learner": {"micro_batch_rows": 8, "pad_to_multiple": 128, "minibatches": 2},
+            "learner": {"micro_batch_rows": 8, "minibatches": 2},
             "sampler": {"slots": 16, "page_size": 64},
         }
     )
@@ -169,6 +170,21 @@ def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, s
         assert many.sent < few.sent and many.bytes > few.bytes
         # Copies of the parameters take more room than shards of them.
         assert by_sizes[16, 1, 4, 16].bytes > few.bytes
+
+
+def test_the_search_splits_the_tokens_of_long_rows_only():
+    config = load_config("configs/qwen3_8b_grpo_v5p_64.yaml")
+    model, chips = shape_of("hf://Qwen/Qwen3-8B", "bfloat16"), topology(64)
+    assert {c.sizes["context"] for c in candidates(model, workload_of(config), chips)} == {1}
+    long = dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_tokens=131_072))
+    found = list(candidates(model, workload_of(long), chips))
+    assert {c.sizes["context"] for c in found} == {1, 2, 4, 8, 16, 32, 64}
+    assert all(math.prod(c.sizes.values()) == 64 for c in found)
+    by_sizes = {(*(c.sizes[axis] for axis in ("data", "fsdp", "context")), c.micro_rows): c for c in found}
+    # A row of each shard at a time, with its tokens on 16 chips or on one.
+    split, whole = by_sizes[1, 4, 16, 4], by_sizes[1, 64, 1, 64]
+    assert split.bytes < whole.bytes / 4 and split.bytes < chips.chip.hbm_bytes
+    assert whole.bytes < 2**40  # not all scores of a row, 2 TB
 
 
 @pytest.mark.parametrize(
