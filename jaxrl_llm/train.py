@@ -201,7 +201,7 @@ class BaseRun(abc.ABC):
     notes: tuple[str, ...] = ()  # for whoever started it, shown once
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
-    ratios_by_age: Callable[[TokenBatch], dict[str, float]] | None = (
+    ratios_by_age: Callable[[TokenBatch], Callable[[], dict[str, float]]] | None = (
         None  # where batches hold tokens of several ages
     )
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
@@ -321,6 +321,7 @@ class BaseRun(abc.ABC):
                 critic_optimizer=critic_optimizer,
                 config=model.config,
                 mesh=self.mesh,
+                offload=learner.offload,
             )
         except ValueError as error:  # shapes that the mesh does not divide
             raise InputError(f"mesh: {error}") from None
@@ -399,9 +400,11 @@ class BaseRun(abc.ABC):
         if self.exact is not None and "logprob_proximal" in self.needed:
             batch = batch.replace(logprob_proximal=self.exact(self.state.params, batch))
         batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists, self.teach)
-        moved = {}
+        moved: Callable[[], dict[str, float]] = dict
         if self.ratios_by_age is not None and batch.logprob_proximal is not None:
-            moved = self.ratios_by_age(batch)
+            moved = self.ratios_by_age(
+                batch
+            )  # read at the end: nothing is waited for before the updates are on their way
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         if not self.overlaps:
             jax.block_until_ready(batch)
@@ -435,7 +438,7 @@ class BaseRun(abc.ABC):
         done = time.perf_counter()
         self.masses = masses
         sampling = apart.get("time/rollout", 0.0)
-        return merge_updates(read(updates)) | moved, apart | {
+        return merge_updates(read(updates)) | moved(), apart | {
             "time/score": scored - begin,
             "time/update": done - scored - sampling,
         }
@@ -782,7 +785,7 @@ class Run(BaseRun):
         begin = time.perf_counter()
         batch = pack(
             trajectories,
-            pad_to_multiple=config.learner.pad_to_multiple,
+            pad_to_multiple=config.row_multiple,
             row_tokens=config.learner.row_tokens,
             start_multiple=1 if blocks is None else 2,
             vocab_size=self.model_config.vocab_size,
@@ -903,7 +906,7 @@ def session(
     barriers: Collection[int] = (),
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
-    check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
+    check_covers(config.mesh.learner)
     resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
     before = look_at(folder)
     with contextlib.ExitStack() as held:
@@ -1071,6 +1074,8 @@ def loop(
             work = sum(row.get(f"time/{phase}", 0.0) for phase in (run.phase, "score", "update", "eval"))
             row["time/loop"] = ended - begin - work + run.laying_out + written
             row["time/tokens_per_second"] = run.speed(row)
+            if several():
+                row["time/processes"] = float(jax.process_count())  # a replay needs as many
             row = {"version": run.version, **row, **memory_metrics()}
             shares = run.shares(len(trajectories)) if trajectories else None
             samples_out.write(run.version, trajectories, run.tokenizer, shares=shares)

@@ -39,6 +39,7 @@ def test_arguments_are_checked_before_a_model_is_loaded(what, changes, message):
         run_bench(what, **(SMALL | {"model": "no such model"} | changes))
 
 
+@pytest.mark.slow
 def test_an_iteration_is_a_rollout_and_an_update(monkeypatch):
     monkeypatch.setattr(loop, "bench_loop", lambda model, **sizes: {"loop_share": sizes["repeats"] / 50})
     out = run_bench("iteration", **SMALL)
@@ -90,6 +91,7 @@ def test_recipes_of_another_kind_are_refused():
         run_bench("objectives", **SMALL, recipes=("dpo",))
 
 
+@pytest.mark.slow
 def test_rows_of_different_lengths_are_counted_and_floored():
     lengths = [3, 8, 1, 5]
     work = {"prompts": 2, "group": 2, "prompt_tokens": 8, "new_tokens": 8}
