@@ -176,10 +176,18 @@ def decay_stale(rate: float, grace: int = 0):
 
 
 def known_versions(stage_name: str, batch: TokenBatch) -> None:
-    """Raises ValueError when a trained token has no version; cannot tell while tracing."""
+    """Raises ValueError when a trained token has no version, or one of the future; cannot tell while tracing."""
     unknown = batch.mask & (batch.version < 0)
-    if isinstance(unknown, jax.core.Tracer):
+    future = batch.mask & (batch.version > batch.learner_version)
+    if isinstance(unknown, jax.core.Tracer) or isinstance(future, jax.core.Tracer):
         return
+    if jnp.any(future):
+        newest = int(jnp.max(jnp.where(batch.mask, batch.version, -1)))
+        raise ValueError(
+            f"{stage_name}: the batch has learner_version {int(batch.learner_version)} and tokens that were sampled from version "
+            f"{newest}, so that their age would be negative. Pass learner_version= (train steps done when the train step on this "
+            "batch starts) to TokenBatch.from_rows or pack."
+        )
     number = int(jnp.sum(unknown))
     if number:
         raise ValueError(
