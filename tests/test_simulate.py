@@ -195,7 +195,7 @@ def test_counts_are_those_of_the_stream(changes, n, slots, per):
     sizes = lognormal_lengths(6, 50, most=200, seed=3)(20_000).tolist()
     engine_sizes, own = iter(sizes), iter(sizes)
     engine = TickEngine(slots, engine_sizes, per)
-    source = SimpleNamespace(next_batch=lambda k: [SimpleNamespace(task="t") for _ in range(k)])
+    source = SimpleNamespace(next_batch=lambda k: [SimpleNamespace(task="t", payload={}) for _ in range(k)])
 
     def judge(done, number):
         return [Row(c.prompt, np.ones(len(c.tokens)), min(int(d.versions.min()) for d in done)) for c in done]
