@@ -369,7 +369,7 @@ class Plan:
     config: tyro.conf.Positional[str]
     """YAML file; its mesh must take all chips of the topology."""
     topology: str
-    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4."""
+    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4, or an accelerator type: v5p-128, v6e-64, v5litepod-8."""
     slices: int = 1
     """So many of the topology, with the slower network between them; mesh.data crosses it."""
     programs: tuple[str, ...] = ()
@@ -526,12 +526,12 @@ def _join(command: Any) -> None:
     """Joins the other processes of the run, if there are any and the command can work with them."""
     from jaxrl_llm.parallel.processes import are_announced, initialize_processes
 
-    if isinstance(command, Train | Sft):
+    if isinstance(command, Train | Sft | ReplaySpan):
         initialize_processes()
     elif are_announced():  # the others might never come
         raise InputError(
-            "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train and sft "
-            "work as several. Start this one as one process, without these variables."
+            "this is one of several processes (JAX_NUM_PROCESSES, JAXRL_DISTRIBUTED), and of the commands only train, sft and "
+            "replay work as several. Start this one as one process, without these variables."
         )
 
 
@@ -572,6 +572,10 @@ def _replay(args: ReplaySpan) -> int:
     folder = pathlib.Path(args.run)
     with _stdout_to_stderr(True):
         found = replay(folder, args.start, last_version(folder) if args.end is None else args.end)
+    from jaxrl_llm.parallel.agree import is_first
+
+    if not is_first():
+        return 0 if found.difference is None else 1
     if args.json:
         difference = None if found.difference is None else found.difference._asdict()
         print(json.dumps({**found._asdict(), "difference": difference}))

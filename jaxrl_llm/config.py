@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
@@ -171,7 +172,6 @@ class LearnerSettings:
         "full"  # backward pass recomputes nothing | all but products | layers
     )
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
-    pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
     # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
     # a group is then computed once a row. Worth it when prompts are longer than completions.
     row_tokens: Positive | None = None
@@ -234,14 +234,18 @@ class MeshSettings:
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
     # Shards of the experts of a mixture, with rows of their own; of all other parameters they hold copies.
     expert: Positive = 1
-    # Devices that only sample, beside those of the learner: each holds a copy of the weights and sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
+    # Shards of the tokens of each row in the learner, for rows too long for one device; of the parameters, shards as those
+    # of fsdp. Attention waits for the device with the last tokens, which see most.
+    context: Positive = 1
+    # Devices that only sample, beside those of the learner: each holds a copy of the weights and
+    # sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
     # step before it learns. 0: the learner's devices sample, too.
     sampler: Natural = 0
 
     @property
     def learner(self) -> int:
         """Devices of the learner: the product of all axes."""
-        return self.data * self.fsdp * self.expert * self.tensor
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
 @_section
@@ -267,6 +271,17 @@ class Config:
     snapshots: SnapshotSettings = dataclasses.field(default_factory=SnapshotSettings)
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()  # besides metrics.jsonl
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens; the length of every row of the learner is a multiple of them.
+
+        A power of two, at least 16 and at least a sixteenth of model.max_context, so that a run compiles its programs for 16
+        lengths at most (a compilation for a pod takes minutes); and so that each shard of mesh.context has a multiple of
+        16 tokens. It depends on nothing else, so a resumed run has the same rows on any kind of device.
+        """
+        least = -(-self.model.max_context // 16)
+        return math.lcm(max(16, 1 << (least - 1).bit_length()), 16 * self.mesh.context)
 
 
 # ------------------------------------------------------------------------------------------- YAML

@@ -81,6 +81,7 @@ _NAMES_ELSEWHERE = {
     "mesh.fsdp": "zero zero_stage fsdp_size",
     "mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
     "mesh.expert": "ep expert_parallel expert_parallel_size expert_model_parallel_size moe_ep_size",
+    "mesh.context": "cp context_parallel context_parallel_size cp_size ulysses_sequence_parallel_size",
 }  # fmt: skip
 
 

@@ -84,6 +84,30 @@ def test_a_replay_names_the_first_difference(whole, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        ((2, 2), "made by 2 processes.*tpu_run.py --num-processes 2 --devices-per-process 1 -- jaxrl replay"),
+        ((1, 2), "by one process and by several .step 5 by one"),
+    ],
+)
+def test_a_replay_as_other_processes_is_refused(whole, tmp_path, processes, message):
+    """Their sums would differ in the last bits, and that is no difference to report."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(whole / "metrics.jsonl", folder)
+    # a mesh for which this process has devices
+    (folder / "config.yaml").write_text(
+        (whole / "config.yaml").read_text().replace("  data: 1\n", "  data: 2\n")
+    )
+    rows = read_jsonl(folder / "metrics.jsonl")
+    for row, number in zip(rows[-2:], processes, strict=True):
+        row["time/processes"] = float(number)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=message):
+        replay(folder, 4, 6)
+
+
+@pytest.mark.parametrize(
     ("start", "end", "message"),
     [
         (4, 4, "0 <= from < to <= 6"),
@@ -155,17 +179,20 @@ def test_sigterm_is_a_barrier_that_a_replay_knows(tmp_path):
 
 @pytest.mark.slow
 def test_fifty_updates_are_replayed(tmp_path):
-    folder = run_to_the_end(
-        load_config(
-            ASYNC_YAML, ["steps=50", "evaluation.every=25", "snapshots.every=10", "snapshots.keep_last=9"]
-        ),
-        tmp_path / "run",
-    )
+    """Few prompts a step and as many slots as before: several batches end together, and the last waits four steps."""
+    settings = ("steps=50", "evaluation.every=25", "snapshots.every=10", "snapshots.keep_last=9")
+    rollout = "rollout={prompts: 2, group_size: 8, max_tokens: 12}"
+    folder = run_to_the_end(load_config(ASYNC_YAML, [*settings, rollout]), tmp_path / "run")
     rows = figures(folder)[1:]
-    assert sum(row["staleness/spans"] > 0 for row in rows) > 40
+    # samples under way when the weights changed, carried over snapshots, too many begun, and none too old
+    assert sum(row["staleness/spans"] > 0 for row in rows) > 25
+    assert [row["version"] for row in rows if row["rollout/barrier"]] == [11, 21, 31, 41]
+    assert sum(row["ledger/over_generated_samples"] > 0 for row in rows) > 25
+    assert max(row["staleness/age_max"] for row in rows) == 4
+    assert sum(row["optimizer/grad_norm"] > 0 for row in rows) > 25
     for start in (0, 30):
         found = replay(folder, start, 50)
-        assert found.difference is None and found.weights
+        assert found.difference is None and found.weights and found.steps == 50 - start
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,24 @@ def test_under_80_settings():
     assert count(Config) < 80
 
 
+@pytest.mark.parametrize(
+    ("longest", "shards", "multiple"),
+    [
+        (64, 1, 16),
+        (256, 1, 16),
+        (1024, 1, 64),
+        (2048, 1, 128),
+        (3000, 1, 256),
+        (131_072, 16, 8192),
+        (64, 3, 48),
+    ],
+)
+def test_rows_have_one_of_16_lengths_that_their_shards_divide(longest, shards, multiple):
+    config = parse_config({"model": {"max_context": longest}, "mesh": {"context": shards}})
+    assert config.row_multiple == multiple and config.row_multiple % (16 * shards) == 0
+    assert longest <= 16 * multiple
+
+
 def test_round_trip_through_yaml(load):
     config = load(
         'objective: {recipe: dapo, clip_high: 0.3}\nrollout: {stop: ["\\n"]}\noptimizer: {learning_rate: 3e-6}'

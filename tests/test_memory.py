@@ -68,7 +68,6 @@ ABSURD = [
     ("rollout.group_size", MOST, "batch|completions"),
     ("evaluation.items", MOST, "completions"),
     ("learner.row_tokens", MOST, "activations"),
-    ("learner.pad_to_multiple", MOST, "activations"),
     ("learner.micro_batch_rows", MOST, "batch|activations"),
 ]
 

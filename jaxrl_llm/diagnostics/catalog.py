@@ -200,6 +200,7 @@ METRICS: dict[str, str] = {
     "time/snapshot": "seconds that the loop waited for a snapshot since the row before",
     "time/loop": "seconds of the loop itself: laying out the batch, merging figures, and writing the row before",
     "time/total": "seconds of the whole train step",
+    "time/processes": "processes that computed the train step, where they are several",
     "time/tokens_per_second": "sampled tokens per second of sampling, with workers of the whole train step; in fine-tuning trained tokens per second of the update",
     "memory/peak_bytes": "peak memory of the device (of the process, where the device does not tell)",
     "memory/host_peak_bytes": "peak resident memory of the process",

@@ -87,7 +87,7 @@ def exchanged_bytes(config: ModelConfig, tokens: int) -> int:
         return 0
     ranks = placement.mesh.shape["expert"]
     if config.expert_capacity is not None:
-        shards = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
+        shards = math.prod(placement.mesh.shape[axis] for axis in (*placement.rows, "context"))
         room = _room(config, tokens // shards) or 0
         elsewhere = config.num_experts - config.num_experts // ranks
         numbers = 2 * elsewhere * room * config.hidden_size * shards * placement.mesh.shape["tensor"]
@@ -348,9 +348,9 @@ def _spread(
     mesh, rows = placement.mesh, placement.rows
     ranks = mesh.shape["expert"]
     mine = config.num_experts // ranks  # divides: `parallel.rules` has refused other meshes
-    split = PartitionSpec(rows or None)
+    split = PartitionSpec(rows, "context") if rows else PartitionSpec()
     columns = None if rows else DEFAULT_RULES["embed"]
-    hidden = PartitionSpec(rows or None, None, columns)
+    hidden = PartitionSpec(*split, columns) if rows else PartitionSpec(None, None, columns)
     inner = {name: _split(w, name, columns) for name, w in matrices.items()}
 
     def whole(x: Array) -> Array:

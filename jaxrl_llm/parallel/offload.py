@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import jax
 
-__all__ = ["HOST_MEMORY", "Offloadable", "check_offload", "fetched", "host_shardings", "put_back"]
+__all__ = ["HOST_MEMORY", "Offloadable", "check_offload", "fetched", "host_shardings", "on_host", "put_back"]
 
 Offloadable = Literal["optimizer", "reference"]
 Tree = TypeVar("Tree")
@@ -45,17 +45,18 @@ def host_shardings(arrays: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s, arrays, shardings)
 
 
-def _on_host(x: Any) -> bool:
+def on_host(x: Any) -> bool:
+    """Whether an array, also one of a program that is traced, lies in the memory of the host."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def fetched(tree: Tree) -> Tree:
     """The tree in the memory of the devices; arrays that lie there are handed on. Within a program or outside."""
-    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if _on_host(x) else x, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree)
 
 
 def put_back(tree: Tree, like: Any) -> Tree:
     """The tree with each array in the memory in which that of `like` lies."""
     return jax.tree.map(
-        lambda x, old: jax.device_put(x, jax.memory.Space.Host) if _on_host(old) else x, tree, like
+        lambda x, old: jax.device_put(x, jax.memory.Space.Host) if on_host(old) else x, tree, like
     )

@@ -90,8 +90,8 @@ def workload_of(config: Config, pages: int | None = None) -> Workload:
     """
     learner, sampler, context = config.learner, config.sampler, config.model.max_context
     samples = config.rollout.prompts * config.rollout.group_size
-    pad = learner.pad_to_multiple
-    width = learner.row_tokens or -(-context // pad) * pad
+    pad = config.row_multiple
+    width = -(-(learner.row_tokens or context) // pad) * pad
     rows = -(-samples // max(1, width // context))
     micro = learner.micro_batch_rows
     rows = -(-rows // micro) * micro

@@ -11,8 +11,9 @@ Not thread-safe: one thread owns an engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -47,6 +48,17 @@ __all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
 
 Pages = Literal["keep", "recompute"]
 
+# Lists of a request with an entry for each token, or none.
+_BY_TOKEN = (
+    "logprobs",
+    "raw_logprobs",
+    "top_ids",
+    "top_logprobs",
+    "support_ids",
+    "support_cut",
+    "versions",
+    "kv_versions",
+)
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -62,12 +74,26 @@ class Event(NamedTuple):
     completion: Completion | None  # of the whole request, when it has ended
 
 
-class Carried(NamedTuple):
+class Carried:
     """A request that has not ended, as another engine can go on with it."""
 
-    so_far: Completion  # its `stop` says nothing
-    begun: bool  # it has been in a slot, so that it comes before those that have not
-    priority: int
+    __slots__ = ("_so_far", "begun", "priority")
+
+    def __init__(self, so_far: Completion | Callable[[], Completion], begun: bool, priority: int):
+        """
+        Args:
+          so_far: the completion as far as it is; or a function that makes it, called when it is first asked for.
+          begun: it has been in a slot, so that it comes before those that have not.
+          priority: as it was submitted.
+        """
+        self._so_far, self.begun, self.priority = so_far, begun, priority
+
+    @property
+    def so_far(self) -> Completion:
+        """What has been sampled; its `stop` says nothing."""
+        if not isinstance(self._so_far, Completion):
+            self._so_far = self._so_far()
+        return self._so_far
 
 
 class Staged(NamedTuple):
@@ -385,17 +411,42 @@ class Engine:
         return ids
 
     def unfinished(self) -> list[tuple[int, Carried]]:
-        """Every request that has not ended, by id, the one that is served first in front. Call it between steps."""
-        rows = sorted(self._rows.values(), key=lambda row: row.rank)
-        return [
-            (
-                row.id,
-                Carried(
-                    self._completion(row, StopReason.CANCELLED, decoded=False), row.order >= 0, row.priority
-                ),
-            )
-            for row in rows
-        ]
+        """Every request that has not ended, by id, the one that is served first in front. Call it between steps.
+
+        Cheap: what they have sampled up to now is copied when it is asked for, also after further steps.
+        """
+        now = self._clock()
+        carried = []
+        for row in sorted(self._rows.values(), key=lambda row: row.rank):
+            request = row.request
+            known = (len(row.tokens), len(request.routing), request.prompt_scores)
+            so_far = functools.partial(self._as_it_was, row, *known, request.started, request.first, now)
+            carried.append((row.id, Carried(so_far, row.order >= 0, row.priority)))
+        return carried
+
+    def _as_it_was(
+        self,
+        row: Row,
+        tokens: int,
+        routing: int,
+        scores: PromptScores | None,
+        started: float | None,
+        first: float | None,
+        ended: float,
+    ) -> Completion:
+        """The completion of a row when it had so many tokens, and routes of so many: its lists only ever grow."""
+        lists = {name: getattr(row.request, name)[:tokens] for name in _BY_TOKEN}
+        then = dataclasses.replace(
+            row.request,
+            routing=row.request.routing[:routing],
+            prompt_scores=scores,
+            started=started,
+            first=first,
+            ended=ended,
+            **lists,
+        )
+        row = dataclasses.replace(row, tokens=row.tokens[:tokens], request=then)
+        return self._completion(row, StopReason.CANCELLED, decoded=False)
 
     def begun_at(self) -> dict[int, int]:
         """The version of the oldest token of every request that has one and has not ended, by id."""

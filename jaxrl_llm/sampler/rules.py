@@ -51,6 +51,7 @@ class RuleTable:
         self._rules: dict[Any, Rule] = {}
         self._users: dict[int, int] = {}  # live rows of each rule
         self._entries: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._left_out: tuple[Any, np.ndarray, np.ndarray] | None = None  # the last, see `_left_out_before`
         self._size = 1
         self._arrays: dict[tuple[bool, bool], Tables] = {}
 
@@ -123,11 +124,7 @@ class RuleTable:
 
         None where nothing was left out.
         """
-        suppressed = np.flatnonzero(self._suppressed(sampling))
-        always = left_out(suppressed.tolist(), self._V)
-        early = always  # below min_tokens
-        if sampling.min_tokens:
-            early = left_out({*suppressed.tolist(), *self._stop_ids(sampling)}, self._V)
+        early, always = self._left_out_before(sampling)
         width = max(len(early), len(always))
         if not width:
             return None
@@ -137,6 +134,16 @@ class RuleTable:
         return codes
 
     # ------------------------------------------------------------------------------------- internals
+
+    def _left_out_before(self, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+        """i32[K]: the codes of what cannot be sampled below `min_tokens` and from there on."""
+        name = (sampling.suppress_ids, self._stop_ids(sampling) if sampling.min_tokens else frozenset())
+        if self._left_out is None or self._left_out[0] != name:  # a rollout has one kind of request
+            suppressed = np.flatnonzero(self._suppressed(sampling)).tolist()
+            always = left_out(suppressed, self._V)
+            early = left_out({*suppressed, *name[1]}, self._V) if name[1] else always
+            self._left_out = name, early, always
+        return self._left_out[1:]
 
     def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset(self._eos if sampling.stop_ids is None else sampling.stop_ids)

@@ -146,4 +146,4 @@ def test_other_commands_refuse_to_be_one_of_several_and_wait_for_nobody(monkeypa
     with pytest.raises(SystemExit) as stopped:
         main(command)
     assert stopped.value.code == 2
-    assert "only train and sft work as several" in capsys.readouterr().err
+    assert "only train, sft and replay work as several" in capsys.readouterr().err

@@ -7,15 +7,20 @@ differ in the last bits. 2 x 4 and 4 x 2 devices, or a run that was killed and o
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
+from runs import same_run
 
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.replay import replay
 from jaxrl_llm.snapshots.store import SnapshotStore
 from jaxrl_llm.train import train
 
@@ -30,7 +35,10 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(processes, config, run, *settings) -> the launcher, with 8 devices in all; ended with the test."""
+    """launch(processes, config, run, *settings) -> the launcher; ended with the test.
+
+    devices: in all; command: that is run instead of a training.
+    """
     started = []
     program = tmp_path / "bin" / "jaxrl"
     program.parent.mkdir()
@@ -43,14 +51,17 @@ def launch(tmp_path):
         "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiles faster
     }
 
-    def begin(processes, config, run, *settings):
-        command = [sys.executable, str(ROOT / "launch" / "tpu_run.py"), "--grace", "60", "--run", str(run)]
-        command += ["--num-processes", str(processes), "--devices-per-process", str(8 // processes)]
-        command += ["--config", str(ROOT / "configs" / config)]
+    def begin(processes, config="", run="", *settings, devices=8, grace=60, command=()):
+        launcher = [sys.executable, str(ROOT / "launch" / "tpu_run.py"), "--grace", str(grace)]
+        launcher += ["--num-processes", str(processes), "--devices-per-process", str(devices // processes)]
+        if command:
+            launcher += ["--logs", str(tmp_path / "logs"), "--", *command]
+        else:
+            launcher += ["--run", str(run), "--config", str(ROOT / "configs" / config)]
         for setting in settings:
-            command += ["--set", setting]
+            launcher += ["--set", setting]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
         started.append(process)
         return process
@@ -72,13 +83,13 @@ def finish(process):
 
 
 def until_a_step(process, least=1):
-    """Reads output up to the line of a train step, `least` or later, in which figures were written."""
+    """Reads output up to the line of a train step, `least` or later, in which figures were written; returns the step."""
     lines = []
     for line in process.stdout:
         lines.append(line)
         words = line.partition("step ")[2].partition("/")[0]
         if words.isdigit() and int(words) >= least:
-            return
+            return int(words)
     raise AssertionError("".join(lines))
 
 
@@ -164,6 +175,59 @@ def test_killed_stopped_and_resumed_on_another_number_of_processes(launch, tmp_p
     config = load_config(ROOT / "configs" / "tiny_async.yaml", settings)
     assert train(config, broken, resume=True) == 0  # one process with 8 devices
     assert_close(rows(broken), expected)
+
+
+def test_ten_kills_of_one_of_two_processes(launch, tmp_path):
+    """Either process, while it starts or within some train steps: the run is the undisturbed one bit for bit."""
+    settings = (
+        "steps=48",
+        "evaluation.items=0",
+        "snapshots.every=2",
+        "snapshots.keep_last=99",
+        "mesh.data=2",
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def start(run):
+        return launch(2, "tiny_async.yaml", run, *settings, devices=2, grace=1)
+
+    began = time.monotonic()
+    process = start(whole)
+    until_a_step(process)
+    starting = time.monotonic() - began  # seconds
+    code, output = finish(process)
+    assert code == 0, output
+    recorded = read_jsonl(whole / "metrics.jsonl")
+    step = float(np.median([row["time/total"] for row in recorded]))
+    assert {row["time/processes"] for row in recorded} == {2}
+    assert sum(row["optimizer/grad_norm"] > 0 for row in recorded) > 16
+    assert any(row["staleness/spans"] for row in recorded)
+    assert any(row["ledger/over_generated_samples"] for row in recorded)
+
+    chance, done = random.Random(0), 0
+    for _ in range(10):
+        process = start(broken)
+        if chance.random() < 0.4:
+            time.sleep(chance.uniform(0.2, 1.0) * starting)
+        else:
+            done = until_a_step(process, done + 1)
+            time.sleep(chance.uniform(0, 3 * step))
+        os.kill(worker(process, chance.randrange(2)), signal.SIGKILL)
+        code, output = finish(process)
+        assert code == 128 + signal.SIGKILL, output
+    assert 0 < len(rows(broken)) < 32
+    code, output = finish(start(broken))
+    assert code == 0, output
+    same_run(broken, whole)
+    assert (broken / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
+
+    span = ("--from", "28", "--to", "32")
+    code, output = finish(launch(2, devices=2, command=("jaxrl", "replay", str(broken), *span)))
+    assert code == 0, output
+    assert "Train steps 29 to 32: every figure and sample is the same; the weights are the same." in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "broken", "logs", "whole"]
+    with pytest.raises(InputError, match="made by 2 processes.*--num-processes 2 --devices-per-process 1"):
+        replay(broken, 28, 32)
 
 
 def test_a_mesh_that_leaves_out_devices_is_refused_at_the_start(launch, tmp_path):

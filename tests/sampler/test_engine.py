@@ -532,6 +532,26 @@ def test_cancelling_frees_slots_and_pages_at_once():
     assert made.stats.cancelled == 6 and made.step() == []
 
 
+def test_what_is_unfinished_is_told_as_it_was_however_late_it_is_read():
+    made = engine(steps_per_dispatch=2)
+    made.submit(prompt("a", 20), SamplingParams(max_tokens=9, n=3, stop_ids=()))
+    made.submit(prompt("b", 20, seed=1), SamplingParams(max_tokens=9, n=3, stop_ids=(), raw_logprobs=True))
+    made.step()
+    at_once = {id: carried.so_far for id, carried in made.unfinished()}
+    later = made.unfinished()
+    made.step()
+    made.swap(weights(1), version=1, pages="recompute")
+    run(made)
+    assert len(later) == 6 and sorted(len(c.tokens) for c in at_once.values()) == [0, 0, 2, 2, 2, 2]
+    for id, carried in later:
+        known, told = at_once[id], carried.so_far
+        assert equal(told, known) and told.text is None and carried.begun == bool(len(known.tokens))
+        assert (told.raw_logprobs is None) == (known.raw_logprobs is None)
+        if known.raw_logprobs is not None:
+            np.testing.assert_array_equal(told.raw_logprobs, known.raw_logprobs)
+        assert carried.so_far is told  # made once
+
+
 def test_what_can_never_run_is_refused_and_nothing_is_queued():
     made = engine(pages=6)
     for bad, message in (
