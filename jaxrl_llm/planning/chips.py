@@ -182,8 +182,7 @@ def device_mesh(
     """
     devices = topology.devices if devices is None else devices
     needed = math.prod(sizes.values())
-    # There is no setting for the axis of experts yet.
-    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if name != "expert" or size > 1)
+    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items())
     if needed != len(devices):
         raise InputError(
             f"mesh: {shown} takes {needed} devices, and {topology.name}"
