@@ -200,7 +200,7 @@ class BaseRun(abc.ABC):
     notes: tuple[str, ...] = ()  # for whoever started it, shown once
     masses: Sequence[Any] = ()  # of the updates of the last train step, see `learner.share.trajectory_shares`
     source: Source
-    ratios_by_age: Callable[[TokenBatch], dict[str, float]] | None = (
+    ratios_by_age: Callable[[TokenBatch], Callable[[], dict[str, float]]] | None = (
         None  # where batches hold tokens of several ages
     )
     exact: Score | None = None  # log-probs that are the sampler's bit for bit, where the config wants them
@@ -399,9 +399,11 @@ class BaseRun(abc.ABC):
         if self.exact is not None and "logprob_proximal" in self.needed:
             batch = batch.replace(logprob_proximal=self.exact(self.state.params, batch))
         batch = fill_logprobs(batch, self.state, self.score, self.needed, self.score_lists, self.teach)
-        moved = {}
+        moved: Callable[[], dict[str, float]] = dict
         if self.ratios_by_age is not None and batch.logprob_proximal is not None:
-            moved = self.ratios_by_age(batch)
+            moved = self.ratios_by_age(
+                batch
+            )  # read at the end: nothing is waited for before the updates are on their way
         batch, objective_state = self.prepare(batch, self.state.objective_state)
         if not self.overlaps:
             jax.block_until_ready(batch)
@@ -435,7 +437,7 @@ class BaseRun(abc.ABC):
         done = time.perf_counter()
         self.masses = masses
         sampling = apart.get("time/rollout", 0.0)
-        return merge_updates(read(updates)) | moved, apart | {
+        return merge_updates(read(updates)) | moved(), apart | {
             "time/score": scored - begin,
             "time/update": done - scored - sampling,
         }

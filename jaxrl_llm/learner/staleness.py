@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -14,8 +15,11 @@ from jaxrl_llm.types import TokenBatch
 __all__ = ["make_ratios_by_age"]
 
 
-def make_ratios_by_age(ages: int) -> Callable[[TokenBatch], dict[str, float]]:
-    """A function from a batch with proximal log-probs to figures of w = proximal / behavior, by age.
+def make_ratios_by_age(ages: int) -> Callable[[TokenBatch], Callable[[], dict[str, float]]]:
+    """A function from a batch with proximal log-probs to one that gives figures of w = proximal / behavior, by age.
+
+    The first only starts what is computed on the devices, and the second waits for it: updates and samples of other
+    devices can be started in between.
 
     age = learner_version - version, in train steps. For each age a that trained tokens have, up to `ages` (older ones
     count as that):
@@ -40,9 +44,9 @@ def make_ratios_by_age(ages: int) -> Callable[[TokenBatch], dict[str, float]]:
         largest = jnp.max(jnp.where(of_age, ratio, 0.0), axis=(1, 2))
         return total(jnp.ones_like(ratio)), total(ratio), total(ratio**2), largest
 
-    def ratios_by_age(batch: TokenBatch) -> dict[str, float]:
+    def figures(computed: tuple[jax.Array, ...]) -> dict[str, float]:
         out: dict[str, float] = {}
-        for age, (count, first, second, largest) in enumerate(zip(*read(sums(batch)), strict=True)):
+        for age, (count, first, second, largest) in enumerate(zip(*read(computed), strict=True)):
             if count:
                 out |= {
                     f"staleness/ratio_mean_age_{age}": float(first / count),
@@ -51,4 +55,4 @@ def make_ratios_by_age(ages: int) -> Callable[[TokenBatch], dict[str, float]]:
                 }
         return out
 
-    return ratios_by_age
+    return lambda batch: functools.partial(figures, sums(batch))

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import DENSE
 from jaxrl_llm.ops.quantize import QuantizedMatrix, weight_product
+from jaxrl_llm.parallel.rules import DEFAULT_RULES
 
 __all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_mesh", "router_load"]
 
@@ -296,7 +297,7 @@ _blocked_product.defvjp(_blocked_forward, _blocked_backward)
 # ------------------------------------------------------------------------------------------ on a mesh
 
 
-def _split(w: Any, name: str, columns: str | None) -> Any:
+def _split(w: Any, name: str, columns: str | tuple[str, ...] | None) -> Any:
     """How the matrices of the experts, [E, D, F] or [E, F, D], lie where they are multiplied with."""
     down = name == "expert_down"
     axes = ("expert", "tensor", columns) if down else ("expert", columns, "tensor")
@@ -340,7 +341,7 @@ def _spread(
 ) -> tuple[Array, Array]:
     """The same on a mesh: experts split over its axis "expert", their hidden units over "tensor".
 
-    Where every device has all rows, as in the sampler, they are few: the matrices stay split over "fsdp" too, and sums
+    Where every device has all rows, as in the sampler, they are few: the matrices stay split as all others are, and sums
     over their columns travel. Elsewhere an expert has more rows than columns, and its matrices are gathered over it.
     """
     placement: Placement = config.placement
@@ -348,7 +349,7 @@ def _spread(
     ranks = mesh.shape["expert"]
     mine = config.num_experts // ranks  # divides: `parallel.rules` has refused other meshes
     split = PartitionSpec(rows, "context") if rows else PartitionSpec()
-    columns = None if rows else "fsdp"
+    columns = None if rows else DEFAULT_RULES["embed"]
     hidden = PartitionSpec(*split, columns) if rows else PartitionSpec(None, None, columns)
     inner = {name: _split(w, name, columns) for name, w in matrices.items()}
 

@@ -103,9 +103,9 @@ def _shaped(name: str) -> str:
         raise InputError(
             f"--topology {name}: accelerator types of {kind} are not known here; write its shape, for example {kind}:2x2x1."
         )
-    known = shape_of_type(kind, number)
-    if known is not None:
-        return f"{kind}:{known}"
+    named = shape_of_type(kind, number)
+    if named is not None:
+        return f"{kind}:{named}"
     largest, cores = _TYPES[kind]
     there = [n for n in (cores << power for power in range(14)) if shape_of_type(kind, n) is not None]
     there += [cores * largest] if cores * largest not in there else []
@@ -182,7 +182,8 @@ def device_mesh(
     """
     devices = topology.devices if devices is None else devices
     needed = math.prod(sizes.values())
-    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items())
+    # There is no setting for the axis of experts yet.
+    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if name != "expert" or size > 1)
     if needed != len(devices):
         raise InputError(
             f"mesh: {shown} takes {needed} devices, and {topology.name}"

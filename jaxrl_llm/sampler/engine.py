@@ -11,6 +11,7 @@ Not thread-safe: one thread owns an engine.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -47,15 +48,14 @@ __all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
 
 Pages = Literal["keep", "recompute"]
 
-# Lists of a request with an entry for each token.
-_GROWING = (
+# Lists of a request with an entry for each token, or none.
+_BY_TOKEN = (
     "logprobs",
     "raw_logprobs",
     "top_ids",
     "top_logprobs",
     "support_ids",
     "support_cut",
-    "routing",
     "versions",
     "kv_versions",
 )
@@ -76,6 +76,8 @@ class Event(NamedTuple):
 
 class Carried:
     """A request that has not ended, as another engine can go on with it."""
+
+    __slots__ = ("_so_far", "begun", "priority")
 
     def __init__(self, so_far: Completion | Callable[[], Completion], begun: bool, priority: int):
         """
@@ -413,28 +415,38 @@ class Engine:
 
         Cheap: what they have sampled up to now is copied when it is asked for, also after further steps.
         """
-        rows = sorted(self._rows.values(), key=lambda row: row.rank)
-        return [(row.id, Carried(self._as_it_is(row), row.order >= 0, row.priority)) for row in rows]
+        now = self._clock()
+        carried = []
+        for row in sorted(self._rows.values(), key=lambda row: row.rank):
+            request = row.request
+            known = (len(row.tokens), len(request.routing), request.prompt_scores)
+            so_far = functools.partial(self._as_it_was, row, *known, request.started, request.first, now)
+            carried.append((row.id, Carried(so_far, row.order >= 0, row.priority)))
+        return carried
 
-    def _as_it_is(self, row: Row) -> Callable[[], Completion]:
-        """The completion of a row up to now, made later: the lists of a row only ever grow."""
-        request, now = row.request, self._clock()
-        lengths = {name: len(getattr(request, name)) for name in _GROWING}
-        tokens, scores, started, first = (
-            len(row.tokens),
-            request.prompt_scores,
-            request.started,
-            request.first,
+    def _as_it_was(
+        self,
+        row: Row,
+        tokens: int,
+        routing: int,
+        scores: PromptScores | None,
+        started: float | None,
+        first: float | None,
+        ended: float,
+    ) -> Completion:
+        """The completion of a row when it had so many tokens, and routes of so many: its lists only ever grow."""
+        lists = {name: getattr(row.request, name)[:tokens] for name in _BY_TOKEN}
+        then = dataclasses.replace(
+            row.request,
+            routing=row.request.routing[:routing],
+            prompt_scores=scores,
+            started=started,
+            first=first,
+            ended=ended,
+            **lists,
         )
-
-        def make() -> Completion:
-            lists = {name: getattr(request, name)[:length] for name, length in lengths.items()}
-            times = {"started": started, "first": first, "ended": now}
-            then = dataclasses.replace(request, prompt_scores=scores, **lists, **times)
-            row_then = dataclasses.replace(row, tokens=row.tokens[:tokens], request=then)
-            return self._completion(row_then, StopReason.CANCELLED, decoded=False)
-
-        return make
+        row = dataclasses.replace(row, tokens=row.tokens[:tokens], request=then)
+        return self._completion(row, StopReason.CANCELLED, decoded=False)
 
     def begun_at(self) -> dict[int, int]:
         """The version of the oldest token of every request that has one and has not ended, by id."""

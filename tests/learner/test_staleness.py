@@ -19,7 +19,7 @@ def test_ratios_by_age():
         learner_version=5,
         logprob_proximal=jnp.log(jnp.asarray(ratios)),
     )
-    found = make_ratios_by_age(3)(batch)
+    found = make_ratios_by_age(3)(batch)()
     assert found == pytest.approx(
         {
             "staleness/ratio_mean_age_0": 1.25,  # 2 and 0.5
