@@ -13,7 +13,7 @@ from jaxrl_llm.learner.rows import place_batch
 from jaxrl_llm.learner.score import make_score, make_score_lists
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_prepare, make_update_step
-from jaxrl_llm.models.config import TINY, TINY_MOE
+from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.parallel.mesh import data_devices, make_mesh
 from jaxrl_llm.rollout.pack import pack
@@ -91,7 +91,6 @@ def one_device():
         pytest.param({"context": 4, "fsdp": 2}, TINY, id="4x2", marks=pytest.mark.slow),
         # 2 key/value heads do not divide over 4 devices.
         pytest.param({"context": 2, "tensor": 4}, TINY, id="2xtensor4", marks=pytest.mark.slow),
-        pytest.param({"context": 2, "expert": 2, "tensor": 2}, TINY_MOE, id="moe", marks=pytest.mark.slow),
     ],
 )
 def test_splitting_the_tokens_of_rows_changes_no_number(one_device, sizes, config):

@@ -39,6 +39,7 @@ MESHES = {
     "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
     "data2-fsdp2-expert2": {"data": 2, "fsdp": 2, "expert": 2},
     "fsdp2-expert2-tensor2": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "fsdp2-expert2-context2": {"fsdp": 2, "expert": 2, "context": 2},
 }
 # Each axis alone and mixtures of them; `mesh.expert` is refused where there are no experts.
 CELLS = [

@@ -98,7 +98,7 @@ def test_moments_lie_where_their_parameters_lie():
     shardings = state_shardings(state, optimizer, TINY, mesh)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     split = [s.spec for s in jax.tree.leaves(shardings.params)]
-    assert PartitionSpec(None, ("fsdp", "context"), "tensor") in split
+    assert PartitionSpec(None, "fsdp", "tensor") in split
     assert [s.spec for s in jax.tree.leaves(shardings.reference)] == split
     moments = [s.spec for s in jax.tree.leaves(shardings.opt_state) if s.spec != PartitionSpec()]
     assert moments == [spec for spec in split if spec != PartitionSpec()] * 2
