@@ -17,6 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
@@ -26,6 +27,7 @@ from jaxrl_llm.rollout.task import Task, make_task
 from jaxrl_llm.sampler import Completion, Engine, Sampler, SamplingParams
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
+from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
 from jaxrl_llm.types import TokenBatch
 
@@ -38,7 +40,9 @@ __all__ = [
     "build_sampler",
     "build_task",
     "certify_policy",
+    "check_snapshot_model",
     "check_teacher_source",
+    "check_experts",
     "configured_model",
     "held_out_items",
     "in_sampler_order",
@@ -77,8 +81,10 @@ def configured_model(config: Config) -> Model:
     """Loads the model of a config, with its tokenizer and compute dtypes.
 
     Raises:
-      InputError: see `load_model`; or the model brings no tokenizer.
+      InputError: see `load_model` and `check_experts`; or the model brings no tokenizer.
     """
+    if config.mesh.expert > 1:  # before the weights, which may take minutes
+        check_experts(config, config_of(config.model.source, config.model.dtype))
     model = load_model(config.model.source, dtype=config.model.dtype)
     if model.tokenizer is None:
         raise InputError(
@@ -86,6 +92,55 @@ def configured_model(config: Config) -> Model:
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
     return dataclasses.replace(model, config=changed)
+
+
+def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> None:
+    """Refuses a model of other shapes than that of a snapshot, before its weights are loaded.
+
+    Args:
+      version: None: the newest that can be read; what is damaged is reported where it is restored.
+
+    Raises:
+      InputError: parameters are missing or have other shapes; the message names model.source.
+    """
+    for candidate in list(reversed(store.versions())) if version is None else [version]:
+        try:
+            saved, began = store.shapes(candidate), store.meta(candidate).get("config")
+        except InputError:
+            continue
+        here = named_leaves(abstract_params(config_of(config.model.source, config.model.dtype)))
+        for name, leaf in here.items():
+            there = saved.get(f"params/{name}")
+            if there != leaf.shape:
+                found = "has none" if there is None else f"has {list(there)}"
+                source = began["model"]["source"] if began else "the model that the run began with"
+                raise InputError(
+                    f"model.source: {config.model.source} is not the model of snapshot {candidate} in {store.directory}: its "
+                    f"{name} has the shape {list(leaf.shape)}, the snapshot {found}. Set model.source={source}, or use "
+                    "another run."
+                )
+        return
+
+
+def check_experts(config: Config, model: ModelConfig) -> None:
+    """Refuses shards of experts (`mesh.expert`) of a model that has none, or whose experts do not divide into them.
+
+    Raises:
+      InputError: says which numbers there may be.
+    """
+    shards, experts, source = config.mesh.expert, model.num_experts, config.model.source
+    if shards == 1 or (experts and experts % shards == 0):
+        return
+    if not experts:
+        raise InputError(
+            f"mesh.expert: {shards} shards of experts, but {source} has none: it is a dense model. Set mesh.expert to 1 and "
+            f"give its devices to another axis, for example mesh.fsdp={config.mesh.fsdp * shards}."
+        )
+    divisors = [str(n) for n in range(1, experts + 1) if experts % n == 0]
+    raise InputError(
+        f"mesh.expert: {shards} shards, but {source} has {experts} experts, which do not divide into so many. Choose one of "
+        f"{', '.join(divisors)}."
+    )
 
 
 _ENOUGH_FOR_A_PRODUCT = 16  # tokens of a page, from which on a sum over them comes about as over a whole row
@@ -109,6 +164,7 @@ def in_sampler_order(config: Config, model: Model, *, packed: bool) -> Model:
         or (s.weights, s.kv) != ("compute", "compute")
         or s.page_size < _ENOUGH_FOR_A_PRODUCT
         or blocks > _BLOCKS[packed]
+        or config.mesh.context > 1  # tokens that are split are computed block by block
     ):
         return model
     order = KeyBlocks(s.page_size, blocks if packed else None)
@@ -444,10 +500,10 @@ def schedule_of(config: Config) -> Schedule | None:
 def build_mesh(config: Config) -> jax.sharding.Mesh | None:
     """The device mesh of a config, None for one device."""
     m = config.mesh
-    if m.data * m.fsdp * m.tensor == 1:
+    if m.learner == 1:
         return None
     try:
-        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor)
+        return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, expert=m.expert, context=m.context)
     except ValueError as error:
         raise InputError(f"mesh: {error}") from None
 
@@ -461,7 +517,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
     m = config.mesh
     if not m.sampler:
         return []
-    devices, learner = jax.devices(), m.data * m.fsdp * m.tensor
+    devices, learner = jax.devices(), m.learner
     if jax.process_count() > 1:
         raise InputError(
             f"mesh.sampler: {m.sampler} devices that only sample need a run of one process, and this one has "
@@ -469,7 +525,7 @@ def sampler_devices(config: Config) -> list[jax.Device]:
         )
     if learner + m.sampler > len(devices):
         raise InputError(
-            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (data x fsdp x tensor) are "
+            f"mesh.sampler: {m.sampler} devices beside the {learner} of the learner (the product of the other axes) are "
             f"{learner + m.sampler}, and there are {len(devices)}. Lower them or leave mesh.sampler out; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={learner + m.sampler} makes as many."
         )

@@ -369,7 +369,7 @@ class Plan:
     config: tyro.conf.Positional[str]
     """YAML file; its mesh must take all chips of the topology."""
     topology: str
-    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4."""
+    """KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4, or an accelerator type: v5p-128, v6e-64, v5litepod-8."""
     slices: int = 1
     """So many of the topology, with the slower network between them; mesh.data crosses it."""
     programs: tuple[str, ...] = ()

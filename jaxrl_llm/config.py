@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
@@ -101,7 +102,6 @@ class DataSettings:
     min_reward: float | None = (
         None  # rejection sampling: leave out examples with a lower reward, or with none
     )
-    seed: Natural = 0  # of the order of the rows
 
 
 @_section
@@ -172,13 +172,14 @@ class LearnerSettings:
         "full"  # backward pass recomputes nothing | all but products | layers
     )
     head_chunk: Positive = 1024  # positions whose logits are in memory at once
-    pad_to_multiple: Positive = 16  # tokens; row lengths are rounded up, so that few shapes are compiled
     # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
     # a group is then computed once a row. Worth it when prompts are longer than completions.
     row_tokens: Positive | None = None
     # Log-probs that are the sampler's bit for bit (sampler/rescore.py): off | score: proximal ones | train: those, and
     # the current ones at each update, whose gradient stays that of the dense forward pass. Costs a scoring pass each.
     exact: Literal["off", "score", "train"] = "off"
+    # What rests in host memory between the programs that read it, to make room on the chips: optimizer (moments), reference.
+    offload: tuple[Literal["optimizer", "reference"], ...] = ()
 
 
 @_section
@@ -209,7 +210,6 @@ class TrustRegionSettings:
 
     max_kl: Annotated[float, pydantic.Field(gt=0)] = 0.01  # nats per trained token
     damping: NonNegative = 0.1  # added to the diagonal of the Fisher matrix
-    cg_iterations: Positive = 10  # of the conjugate gradient
 
 
 @_section
@@ -232,10 +232,20 @@ class MeshSettings:
     data: Positive = 1  # replicas of the batch axis
     fsdp: Positive = 1  # shards of parameters and batch
     tensor: Positive = 1  # shards of heads, mlp and vocabulary
-    # Devices that only sample, beside the data x fsdp x tensor of the learner: each holds a copy of the weights and
+    # Shards of the experts of a mixture, with rows of their own; of all other parameters they hold copies.
+    expert: Positive = 1
+    # Shards of the tokens of each row in the learner, for rows too long for one device; of the parameters, shards as those
+    # of fsdp. Attention waits for the device with the last tokens, which see most.
+    context: Positive = 1
+    # Devices that only sample, beside those of the learner: each holds a copy of the weights and
     # sampler.slots rows. With schedule.max_age of at least 1 the batch of a train step is sampled on them while the
     # step before it learns. 0: the learner's devices sample, too.
     sampler: Natural = 0
+
+    @property
+    def learner(self) -> int:
+        """Devices of the learner: the product of all axes."""
+        return self.data * self.fsdp * self.expert * self.context * self.tensor
 
 
 @_section
@@ -261,6 +271,17 @@ class Config:
     snapshots: SnapshotSettings = dataclasses.field(default_factory=SnapshotSettings)
     mesh: MeshSettings = dataclasses.field(default_factory=MeshSettings)
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()  # besides metrics.jsonl
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens; the length of every row of the learner is a multiple of them.
+
+        A power of two, at least 16 and at least a sixteenth of model.max_context, so that a run compiles its programs for 16
+        lengths at most (a compilation for a pod takes minutes); and so that each shard of mesh.context has a multiple of
+        16 tokens. It depends on nothing else, so a resumed run has the same rows on any kind of device.
+        """
+        least = -(-self.model.max_context // 16)
+        return math.lcm(max(16, 1 << (least - 1).bit_length()), 16 * self.mesh.context)
 
 
 # ------------------------------------------------------------------------------------------- YAML
@@ -643,7 +664,7 @@ def _relations(c: Config) -> list[str]:
             f"learner.minibatches: {c.learner.minibatches} minibatches of packed rows (learner.row_tokens) need "
             f"learner.micro_batch_rows of at least as many, not {c.learner.micro_batch_rows}."
         )
-    if c.learner.exact != "off" and c.mesh.data * c.mesh.fsdp * c.mesh.tensor > 1:
+    if c.learner.exact != "off" and c.mesh.learner > 1:
         out.append(
             f"learner.exact: {c.learner.exact} needs one device: over a mesh, sums are split in other ways in the sampler "
             "than in the scoring pass. Use off, or a mesh of 1."

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["DamagedError", "InputError", "SnapshotError", "did_you_mean", "nearest"]
+__all__ = ["DamagedError", "InputError", "MisfitError", "SnapshotError", "did_you_mean", "nearest"]
 
 
 def nearest(word: str, known: Iterable[str], *, n: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -29,6 +29,15 @@ class InputError(ValueError):
 
     The message says what was found, what is allowed and what to do next.
     """
+
+
+class MisfitError(InputError):
+    """A snapshot whose tree is not that of the state that it was to be restored onto.
+
+    `config` is what the snapshot says that it was saved with, if anything.
+    """
+
+    config: object = None
 
 
 class SnapshotError(RuntimeError):

@@ -54,6 +54,7 @@ from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.agree import do_on_first
 from jaxrl_llm.parallel.host import read
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 from jaxrl_llm.train import BaseRun, session
@@ -132,6 +133,7 @@ def make_measure(
                     blocks=shards,
                     teacher=head,
                     router_probs="router_probs" in needed_fields(objective),
+                    layout=layout_of(mesh),
                 )
             result = evaluate(objective, output, micro, state)
             metrics = {name: mean for name, mean in result.metrics.items() if not mean.total.ndim}
@@ -213,7 +215,7 @@ class RowSource:
         """Continues at a saved state. Raises InputError when it belongs to other rows or another seed."""
         if state["identity"] != self._identity:
             raise InputError(
-                f"data file {self._name}: its rows, or data.seed, are not those of the snapshot ({state['identity']}, now "
+                f"data file {self._name}: its rows, or the seed, are not those of the snapshot ({state['identity']}, now "
                 f"{self._identity}). Use the same file and settings, or start a new run."
             )
         self._cursor, self.skipped = int(state["cursor"]), int(state["skipped"])
@@ -382,7 +384,7 @@ class SupervisedRun(BaseRun):
         self.render = functools.partial(_render, tokenizer=model.tokenizer)
         name = pathlib.Path(str(config.data.path)).name
         self.source: RowSource = RowSource(
-            rows, self.render, seed=config.data.seed, longest=config.model.max_context, name=name
+            rows, self.render, seed=config.seed, longest=config.model.max_context, name=name
         )
         super().__init__(config, folder, objective, model, policy=policy, entropy=False)
         self.measure = make_measure(
@@ -429,7 +431,7 @@ class SupervisedRun(BaseRun):
     def _layout(self) -> dict[str, Any]:
         learner = self.config.learner
         return {
-            "pad_to_multiple": learner.pad_to_multiple,
+            "pad_to_multiple": self.config.row_multiple,
             "row_tokens": learner.row_tokens,
             "rows_multiple": learner.micro_batch_rows,
             "learner_version": self.version,
@@ -540,7 +542,7 @@ def evaluate_reward_model(
     def measure(part: Sequence[Rendered]) -> Metrics:
         batch = pair_batch(
             [(row[0], row[1]) for row in part],
-            pad_to_multiple=config.learner.pad_to_multiple,
+            pad_to_multiple=config.row_multiple,
             rows_multiple=rows,
             learner_version=0,
             pad_id=model.config.pad_id or 0,

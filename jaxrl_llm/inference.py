@@ -16,6 +16,7 @@ from jaxrl_llm.assembly import (
     build_sampler,
     build_task,
     certify_policy,
+    check_snapshot_model,
     configured_model,
     held_out_items,
     in_sampler_order,
@@ -54,6 +55,7 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
             raise InputError("--version names a snapshot of a run; give the run folder with --snapshot.")
         return configured_model(config), 0
     store, version = _open_policy(snapshot, version)
+    check_snapshot_model(config, store, version)
     model = configured_model(config)
     params, meta = store.restore_params(version, like=model.params)
     return dataclasses.replace(model, params=params), int(meta["version"])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.blockwise import BLOCK, goes_in_blocks
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.agree import on_first
 from jaxrl_llm.sampler.paged_cache import pages_for
@@ -129,7 +130,7 @@ def cache_parts(
 def teacher_parts(config: Config, teacher: ModelConfig) -> list[Part]:
     """What a frozen teacher needs: its weights, held all the time, and the logits of a chunk while it scores."""
     learner = config.learner
-    width = learner.row_tokens or learner.pad_to_multiple
+    width = learner.row_tokens or config.row_multiple
     positions = min(learner.head_chunk, learner.micro_batch_rows * width)
     dtype = config.teacher.dtype or config.model.dtype
     return [
@@ -163,18 +164,23 @@ def learner_parts(
     `sampled` rows come from a rollout, and not from a file.
     """
     learner, size = config.learner, _width(model.dtype)
-    R, T = learner.micro_batch_rows, learner.row_tokens or learner.pad_to_multiple
+    R, T = learner.micro_batch_rows, learner.row_tokens or config.row_multiple
     least = -(-rows // learner.row_tokens) if learner.row_tokens else rows  # packed, a row holds several
-    width = "learner.row_tokens" if learner.row_tokens else "learner.pad_to_multiple"
+    width = "learner.row_tokens" if learner.row_tokens else "model.max_context"
     padded = -(-max(least, 1) // R) * R
     # With every layer recomputed, the backward pass holds the input of each layer and the attention of one.
-    activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * T**2
+    scores = BLOCK**2 if goes_in_blocks(T) else T**2
+    activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * scores
     logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
     weights = 4 * model.num_parameters
     support = _support_bytes(config, model) if sampled else 0
+    # On the host they take nothing of an accelerator, and as much of a machine without one.
+    apart = jax.default_backend() != "cpu"
+    moments = 2 * weights if adam and not (apart and "optimizer" in learner.offload) else 0
+    lower = ("learner.offload", "model.source") if apart else ("model.source",)
     return [
         Part("gradients", weights, ("model.source",)),
-        Part("moments of the optimiser", 2 * weights if adam else 0, ("model.source",)),
+        Part("moments of the optimiser", moments, lower),
         Part(
             "batch",
             padded * T * (_TOKEN_BYTES + support) + rows * _ROW_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -21,6 +21,7 @@ __all__ = [
     "look_at",
     "prepare_folder",
     "resumed_config",
+    "sole_writer",
     "write_config",
 ]
 
@@ -101,6 +102,43 @@ def write_config(folder: pathlib.Path, config: Config) -> None:
 
 def _unwritable(folder: pathlib.Path, error: OSError) -> InputError:
     return InputError(f"run folder {folder} cannot be written: {error}. Choose another with --run.")
+
+
+@contextlib.contextmanager
+def sole_writer(folder: pathlib.Path, *, make: bool) -> Iterator[None]:
+    """Holds a lock on a run folder, so that no other process of this host (or of its file system) writes there.
+
+    The lock is on the folder itself: no file is left, and it ends with the process, however that ends. A file system
+    that knows no such locks has none.
+
+    Args:
+      make: make the folder if it is not there.
+
+    Raises:
+      InputError: another process holds it, or the folder cannot be made.
+    """
+    check_path(folder, "run folder")
+    if make:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(folder, error) from None
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"{folder}: another process is writing this run, and two would spoil each other's files. Wait until it has "
+                    "ended (a run that was told to stop first saves), or choose another folder with --run."
+                ) from None
+            except OSError:  # not every network file system can
+                pass
+        yield
 
 
 class Before(NamedTuple):

@@ -59,6 +59,7 @@ _NAMES_ELSEWHERE = {
     "grad_accum_steps",
     "learner.remat": "gradient_checkpointing activation_checkpointing checkpoint_activations enable_gradient_checkpointing "
     "recompute",
+    "learner.offload": "optimizer_offload offload_optimizer cpu_offload cpuoffload host_offload ref_offload",
     "learner.row_tokens": "packing sequence_packing pack max_token_len_per_gpu ppo_max_token_len_per_gpu",
     "reference": "ref ref_model reference_model reference_policy",
     "reference.tau": "ref_model_mixup_alpha ema polyak",
@@ -69,7 +70,6 @@ _NAMES_ELSEWHERE = {
     "critic.clip": "cliprange_value value_clip vf_clip clip_value",
     "trust_region": "trpo",
     "trust_region.max_kl": "target_kl kl_target delta",
-    "trust_region.cg_iterations": "cg_iters cg_steps",
     "evaluation": "eval evaluate validation val test",
     "evaluation.every": "eval_every eval_steps eval_freq eval_frequency eval_interval test_freq",
     "evaluation.items": "num_eval eval_size eval_items num_eval_items eval_samples num_eval_samples",
@@ -80,6 +80,8 @@ _NAMES_ELSEWHERE = {
     "mesh.data": "dp data_parallel data_parallel_size num_gpus",
     "mesh.fsdp": "zero zero_stage fsdp_size",
     "mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "mesh.expert": "ep expert_parallel expert_parallel_size expert_model_parallel_size moe_ep_size",
+    "mesh.context": "cp context_parallel context_parallel_size cp_size ulysses_sequence_parallel_size",
 }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from jaxrl_llm.assembly import (
     build_sampler,
     build_task,
     certify_policy,
+    check_snapshot_model,
     configured_model,
     configured_teacher,
     held_out_items,
@@ -62,7 +63,7 @@ from jaxrl_llm.diagnostics.metrics import LedgerWriter, MetricsWriter, SamplesWr
 from jaxrl_llm.diagnostics.redact import redact
 from jaxrl_llm.diagnostics.report import write_report
 from jaxrl_llm.diagnostics.trackers import make_trackers
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, MisfitError
 from jaxrl_llm.fleet.stream import FleetStream
 from jaxrl_llm.fleet.workers import Workers, check_fleet, fleet_stream, open_transport
 from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step, make_values
@@ -106,7 +107,14 @@ from jaxrl_llm.rollout.collect import collect, refilled, rollout_metrics, stalen
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.pack import ON_REQUEST, pack
 from jaxrl_llm.rollout.stream import Stream, StreamState
-from jaxrl_llm.run_folder import abandon_folder, look_at, prepare_folder, resumed_config, write_config
+from jaxrl_llm.run_folder import (
+    abandon_folder,
+    look_at,
+    prepare_folder,
+    resumed_config,
+    sole_writer,
+    write_config,
+)
 from jaxrl_llm.sampler import SamplingParams
 from jaxrl_llm.sampler.base import Completion, SamplerStats
 from jaxrl_llm.sampler.engine import Engine
@@ -312,6 +320,7 @@ class BaseRun(abc.ABC):
                 critic_optimizer=critic_optimizer,
                 config=model.config,
                 mesh=self.mesh,
+                offload=learner.offload,
             )
         except ValueError as error:  # shapes that the mesh does not divide
             raise InputError(f"mesh: {error}") from None
@@ -506,7 +515,10 @@ class BaseRun(abc.ABC):
         """Goes back to the newest usable snapshot, or stays at the beginning when the run has none yet."""
         if self.snapshots.latest() is None:
             return
-        self.state, meta = self.snapshots.restore(like=self.state)
+        try:
+            self.state, meta = self.snapshots.restore(like=self.state)
+        except MisfitError as error:
+            raise InputError(f"{error}{_changed(self.config, error.config)}") from None
         if meta["model"] != self.digest:
             raise InputError(
                 f"model.source: {self.config.model.source} is not the model that this run started from (its weight "
@@ -530,6 +542,21 @@ class BaseRun(abc.ABC):
     def close(self) -> None:
         """Ends what would outlive the run."""
         return
+
+
+_OF_THE_STATE = ("objective", "optimizer", "critic", "model", "teacher", "reference", "trust_region")
+
+
+def _changed(config: Config, began: Any) -> str:
+    """What says which settings that shape the learner's state differ from those of a snapshot; "" where none does."""
+    before = flatten(began) if isinstance(began, dict) else {}
+    now = flatten(redact(as_data(config)))
+    shown = [
+        f"{key}: {before.get(key, 'not set')} there, {now.get(key, 'not set')} here"
+        for key in sorted({*before, *now} if before else ())
+        if key.split(".")[0] in _OF_THE_STATE and before.get(key) != now.get(key)
+    ]
+    return "\nSettings that differ from those it was saved with:\n  " + "\n  ".join(shown) if shown else ""
 
 
 class Run(BaseRun):
@@ -730,9 +757,9 @@ class Run(BaseRun):
                 on_progress(SamplerStats(completions=done))
 
         trajectories, figures = stream.next_batch(self.state.params, self.version, progress)
-        metrics = rollout_metrics(trajectories)
+        metrics = rollout_metrics(stream.sampled)
         if self.sampling.greedy_too:
-            known = [t.baseline for t in trajectories if t.baseline is not None]
+            known = [t.baseline for t in stream.sampled if t.baseline is not None]
             metrics["reward/baseline"] = float(np.mean(known)) if known else 0.0
         of_ledger, self.ledger_lines = stream.ledger.step()
         warning = stream.ledger.warning()
@@ -757,7 +784,7 @@ class Run(BaseRun):
         begin = time.perf_counter()
         batch = pack(
             trajectories,
-            pad_to_multiple=config.learner.pad_to_multiple,
+            pad_to_multiple=config.row_multiple,
             row_tokens=config.learner.row_tokens,
             start_multiple=1 if blocks is None else 2,
             vocab_size=self.model_config.vocab_size,
@@ -878,30 +905,33 @@ def session(
     barriers: Collection[int] = (),
 ) -> int:
     """`train`, for any kind of run: make_run(config, folder, resume=resume) builds it. The rest: see `loop`."""
-    check_covers(config.mesh.data * config.mesh.fsdp * config.mesh.tensor)
+    check_covers(config.mesh.learner)
     resume = on_first(lambda: resume)  # each host has looked at the folder at its own time
-    mine, before = not os.path.exists(folder / "config.yaml"), look_at(folder)
-    try:
-        return _session(
-            make_run,
-            config,
-            folder,
-            resume=resume,
-            overrides=overrides,
-            invocation=invocation,
-            until=until,
-            barriers=barriers,
-        )
-    except BaseException as error:
-        if mine and is_first():
-            abandon_folder(folder, before)
-        begun = os.path.isfile(folder / "config.yaml")
-        if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
-            error.add_note(
-                f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "
-                f"{invocation or folder / 'config.yaml'} --run {folder} --resume"
+    before = look_at(folder)
+    with contextlib.ExitStack() as held:
+        do_on_first(lambda: held.enter_context(sole_writer(folder, make=not resume)))
+        mine = not os.path.exists(folder / "config.yaml")
+        try:
+            return _session(
+                make_run,
+                config,
+                folder,
+                resume=resume,
+                overrides=overrides,
+                invocation=invocation,
+                until=until,
+                barriers=barriers,
             )
-        raise
+        except BaseException as error:
+            if mine and is_first():
+                abandon_folder(folder, before)
+            begun = os.path.isfile(folder / "config.yaml")
+            if isinstance(error, KeyboardInterrupt) and begun and not hasattr(error, "__notes__"):
+                error.add_note(
+                    f"Go on from the newest snapshot with: jaxrl {getattr(make_run, 'command', 'train')} "
+                    f"{invocation or folder / 'config.yaml'} --run {folder} --resume"
+                )
+            raise
 
 
 def _session(
@@ -918,6 +948,9 @@ def _session(
     notes: list[str] = []
     if resume:
         config, notes = resumed_config(folder, config, overrides)
+        if os.path.isdir(folder / "snapshots"):
+            with SnapshotStore(folder / "snapshots", read_only=True) as store:
+                check_snapshot_model(config, store)
     software = {"jaxrl_llm": __version__, "jax": jax.__version__}
     check_same("processes", flatten(redact(as_data(config))) | software)
     with make_display(

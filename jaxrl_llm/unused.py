@@ -46,6 +46,11 @@ def unused_settings(config: Config, objective: LossTransform, command: str = "tr
         notes.append(
             f"{given}: no effect, trpo has no optimiser (see trust_region.*). Read with every other objective."
         )
+    offloaded = config.learner.offload
+    if "optimizer" in offloaded and trust_region:
+        notes.append("learner.offload: optimizer has no effect, trpo has no optimiser.")
+    if "reference" in offloaded and not any(need.field == "logprob_reference" for need in needs(objective)):
+        notes.append("learner.offload: reference has no effect, the objective compares with no reference.")
     if command == "train" and (given := _given(config, "data")):
         notes.append(
             f"{given}: no effect, `jaxrl train` samples its data from task.name. Read by `jaxrl sft`."

@@ -12,11 +12,13 @@ The same command on the same run folder goes on where it stopped. Whatever follo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import itertools
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,6 +308,10 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         secrets=tuple(options.secret),
     )
     variables = dict(_variables(options))
+    if not options.dry_run and run is not None:
+        settings = dataclasses.replace(
+            settings, command=(_program(command[0], {**os.environ, **variables}), *command[1:])
+        )
     texts = [("the command", word) for word in command]
     texts += [(f"--env {name}", value) for name, value in variables.items()]
     check_texts(texts, settings.secrets, os.environ)
@@ -322,6 +328,22 @@ def _here(options: argparse.Namespace, command: tuple[str, ...], run: str | None
         return 0
     _require(settings.secrets)
     return supervise(settings, {**os.environ, **variables})
+
+
+def _program(name: str, environment: Mapping[str, str]) -> str:
+    """Where `jaxrl` is: on PATH, or beside this Python, whose virtual environment need not be activated."""
+    path = environment.get("PATH", os.defpath)
+    beside = os.path.dirname(sys.executable)
+    found = shutil.which(name, path=path)
+    if found is not None:
+        return name
+    found = shutil.which(name, path=beside)
+    if found is None:
+        raise LaunchError(
+            f"there is no program {name} on PATH, nor beside this Python ({sys.executable}). Install the project (python -m pip "
+            f"install -e {shlex.quote(str(CODE))}) or activate the environment that it is in, and run this again."
+        )
+    return found
 
 
 def _require(secrets: Sequence[str]) -> None:

@@ -170,6 +170,9 @@ def config_file(tmp_path):
         ("mesh: {data: 3}\nlearner: {micro_batch_rows: 4}", ["micro_batch_rows"]),
         ("mesh: {data: 64}", ["mesh", "64"]),
         ("mesh: {tensor: 3}", ["3"]),
+        ("mesh: {expert: 2}", ["mesh.expert", "2 shards", "tiny has none", "mesh.fsdp=2"]),
+        ("mesh: {expert: 3}\nmodel: {source: tiny-moe}", ["mesh.expert", "8 experts", "1, 2, 4, 8"]),
+        ("mesh: {expert: 16}\nmodel: {source: tiny-moe}", ["mesh.expert", "8 experts"]),
         ("trackers: [mlflow]", ["trackers", "mlflow", "wandb"]),
         ("sampler: {pages: 1}", ["pages"]),
     ],
@@ -331,6 +334,7 @@ def test_data_that_cannot_be_used(refused, tmp_path, text, parts, items):
     refused(parts, "train", TINY_YAML, *(part for item in sets for part in ("--set", item)))
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_are_skipped_and_counted(jaxrl, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(rows(*(f"{c} word and more" for c in "abcdef"), "x" * 80, "y" * 90))
@@ -430,7 +434,14 @@ def test_snapshots_that_do_not_exist_or_do_not_fit(refused, tiny_run, tmp_path, 
     folder = save_hf(
         other, init_params(other, jax.random.key(0)), load_model("tiny").tokenizer, tmp_path / "other"
     )
-    refused(["does not fit"], "eval", "--snapshot", tiny_run, "--set", f"model.source={folder}")
+    refused(
+        ["model.source: ", "is not the model of snapshot"],
+        "eval",
+        "--snapshot",
+        tiny_run,
+        "--set",
+        f"model.source={folder}",
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     refused(["not an empty folder"], "convert", tiny_run, tmp_path / "full")

@@ -34,6 +34,24 @@ def test_under_80_settings():
     assert count(Config) < 80
 
 
+@pytest.mark.parametrize(
+    ("longest", "shards", "multiple"),
+    [
+        (64, 1, 16),
+        (256, 1, 16),
+        (1024, 1, 64),
+        (2048, 1, 128),
+        (3000, 1, 256),
+        (131_072, 16, 8192),
+        (64, 3, 48),
+    ],
+)
+def test_rows_have_one_of_16_lengths_that_their_shards_divide(longest, shards, multiple):
+    config = parse_config({"model": {"max_context": longest}, "mesh": {"context": shards}})
+    assert config.row_multiple == multiple and config.row_multiple % (16 * shards) == 0
+    assert longest <= 16 * multiple
+
+
 def test_round_trip_through_yaml(load):
     config = load(
         'objective: {recipe: dapo, clip_high: 0.3}\nrollout: {stop: ["\\n"]}\noptimizer: {learning_rate: 3e-6}'
@@ -84,6 +102,8 @@ def test_u01_numbers(load, text, value):
         ("[1, 2]", ["mapping", "list"]),
         ("model: [1]", ["model", "mapping", "[1]"]),
         ("mesh: null", ["mesh", "mapping"]),
+        ("mesh: {expert: 0}", ["mesh.expert", "greater than 0"]),
+        ("mesh: {expert: 2}\nlearner: {exact: train}", ["learner.exact", "one device"]),
         ("steps: [", ["line", "not valid YAML"]),
         ("rollout: {top_p: 0.0}", ["rollout.top_p", "0.0", "greater than 0"]),
         ("rollout: {top_k: -5}", ["rollout.top_k", "-5"]),
@@ -148,7 +168,10 @@ def test_u01_keys_of_a_mapping_override_those_that_are_merged_into_it(load):
         ("max_new_token: 1", (), "max_new_token", "Did you mean rollout.max_tokens"),
         ("learner: {num_generations: 1}", (), "learner.num_generations", "Did you mean rollout.group_size?"),
         ("epochs: 1", (), "epochs", "Did you mean learner.epochs?"),
-        ("rollout: {seed: 1}", (), "rollout.seed", "seed, task.seed, data.seed or evaluation.seed?"),
+        ("data: {seed: 1}", (), "data.seed", "Did you mean seed, task.seed or evaluation.seed?"),
+        ("mesh: {ep: 2}", (), "mesh.ep", "Did you mean mesh.expert?"),
+        ("expert_model_parallel_size: 2", (), "expert_model_parallel_size", "Did you mean mesh.expert?"),
+        ("rollout: {seed: 1}", (), "rollout.seed", "seed, task.seed or evaluation.seed?"),
         ("optimizer.eps: 1", (), "optimizer.eps", "in sections: optimizer: {eps: …}"),
         ("qqqqqq: 1", (), "qqqqqq", "such setting. Settings at the top: critic, data,"),
         ("objective: dapo", ("clip_high=0.3",), "clip_high", "is set as objective.clip_high=…"),

@@ -219,6 +219,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(load, tmp_path, monkeypa
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_other_rows(load, files, tmp_path):
     copy = tmp_path / "pairs.jsonl"
     copy.write_text(pathlib.Path(files["pairs"]).read_text())

@@ -64,6 +64,7 @@ def test_evaluate_config_measures_what_the_run_measured(tiny_run):
     assert other != figures
 
 
+@pytest.mark.slow
 def test_sample_config_answers_items_and_prompts(tiny_run):
     config = tiny()
     rows = sample_config(config, snapshot=str(tiny_run), n=2, items=3)

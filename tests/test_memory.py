@@ -68,7 +68,6 @@ ABSURD = [
     ("rollout.group_size", MOST, "batch|completions"),
     ("evaluation.items", MOST, "completions"),
     ("learner.row_tokens", MOST, "activations"),
-    ("learner.pad_to_multiple", MOST, "activations"),
     ("learner.micro_batch_rows", MOST, "batch|activations"),
 ]
 
@@ -228,3 +227,15 @@ def test_the_support_of_truncated_sampling_counts():
         assert found["decoding"].bytes - plain["decoding"].bytes == 64 * 8 * 4 * K
         assert "rollout.max_support" in found["batch"].settings
         assert parts(text, sampled=False)["batch"] == plain["batch"]  # rows of a file have none
+
+
+def test_moments_on_the_host_take_nothing_of_an_accelerator(monkeypatch):
+    def moments(*offload):
+        config = parse_config({"learner": {"offload": list(offload)}})
+        parts = memory.learner_parts(config, TINY, rows=8, settings=("rollout.prompts",))
+        return {part.what: part for part in parts}["moments of the optimiser"]
+
+    assert moments().bytes == moments("optimizer").bytes == 8 * TINY.num_parameters
+    monkeypatch.setattr(memory.jax, "default_backend", lambda: "tpu")
+    assert moments("reference").bytes == 8 * TINY.num_parameters and moments("optimizer").bytes == 0
+    assert moments().settings[0] == "learner.offload"

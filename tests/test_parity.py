@@ -44,6 +44,7 @@ def test_the_certificate_as_json_and_in_words(jaxrl):
     assert code == 1 and out.startswith("parity FAILED") and found["fingerprint"] in out
 
 
+@pytest.mark.slow
 def test_a_truncated_policy_is_compared_over_what_it_was_drawn_from(jaxrl):
     code, out, _ = jaxrl("parity", TINY_YAML, *FEW, "--set", "rollout.top_p=0.7", "--json")
     found = json.loads(out)

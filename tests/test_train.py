@@ -7,6 +7,8 @@ import json
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import textwrap
 import warnings
 
@@ -29,6 +31,7 @@ import jaxrl_llm.train as loop
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import MetricsWriter, read_jsonl, read_metrics
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.inference import load_policy
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.rewards.registry import Grader
 from jaxrl_llm.rewards.score import Score
@@ -285,6 +288,54 @@ def test_a_run_is_not_resumed_with_another_model(whole, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="is not the model that this run started from"):
         train(short(), folder, resume=True, overrides=["steps=7"])
     assert [path.read_bytes() for path in kept] == before
+
+
+def test_two_processes_do_not_write_one_run(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    holding = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(flush=True); input()",
+            folder,
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with holding:
+        holding.stdout.readline()
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        with pytest.raises(InputError, match="another process is writing this run"):
+            train(short(), folder, resume=True, overrides=["steps=7"])
+        (folder / "config.yaml").rename(tmp_path / "config.yaml")  # as if the other had not come so far
+        with pytest.raises(InputError, match="another process is writing this run"):
+            train(short(), folder)
+        (tmp_path / "config.yaml").rename(folder / "config.yaml")
+        assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        holding.kill()
+    with pytest.raises(InputError, match="already holds a run"):  # the lock ended with the process
+        train(short(), folder)
+
+
+def test_another_model_or_objective_is_named_by_its_setting_and_the_model_before_it_is_loaded(
+    whole, tmp_path, monkeypatch
+):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with pytest.raises(InputError, match=r"optimizer.weight_decay: 0.0 there, 0.5 here"):
+        train(short(), folder, resume=True, overrides=["steps=7", "optimizer.weight_decay=0.5"])
+    monkeypatch.setattr(loop, "configured_model", lambda config: pytest.fail("it was loaded"))
+    damaged = folder / "snapshots" / "6" / "manifest" / "metadata"
+    damaged.write_bytes(b"")
+    with pytest.raises(
+        InputError, match=r"model.source: tiny-moe is not the model of.*Set model.source=tiny,"
+    ):
+        train(short(), folder, resume=True, overrides=["steps=7", "model.source=tiny-moe"])
+    with pytest.raises(
+        InputError, match=r"model.source: tiny-moe is not the model of.*Set model.source=tiny,"
+    ):
+        load_policy(short("model.source=tiny-moe"), str(folder))
 
 
 def test_damaged_newest_snapshot_is_named_and_the_one_before_is_used(whole, tmp_path):

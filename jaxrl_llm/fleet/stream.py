@@ -12,13 +12,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.dispatcher import Fleet
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
-from jaxrl_llm.rollout.stream import Judge, Schedule, StreamState, _Ready
+from jaxrl_llm.rollout.stream import Judge, Schedule, StreamState, _Ready, batch_of, check_carried
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["FleetState", "FleetStream"]
@@ -71,6 +69,7 @@ class FleetStream:
         self.ledger = Ledger()
         self._queue: list[_Group] = []  # outstanding, in the order of their numbers
         self._submitted = 0
+        self.sampled: list[Trajectory] = []  # see `rollout.stream.Stream.next_batch`
 
     def next_batch(
         self, params: Any, version: int, on_progress: Callable[[int], None] | None = None
@@ -88,8 +87,8 @@ class FleetStream:
           FleetError: see `Fleet.pump`.
         """
         schedule = self.schedule
-        chosen: list[list[Trajectory]] = []
-        drops = 0
+        chosen: list[tuple[list[Trajectory], bool]] = []
+        replaced: list[list[Trajectory]] = []
         self._submit(params, version)
         self._fleet.pump()
         while len(chosen) < schedule.groups:
@@ -105,16 +104,15 @@ class FleetStream:
                     f"fleet: a group of age {age} reached a train step, beyond max_age={schedule.max_age}."
                 )
             self._queue.pop(0)
-            if schedule.max_drops and not is_informative(trajectories):
-                if drops < schedule.max_drops:
-                    drops += 1
-                    self.ledger.count_trajectories("uninformative", trajectories)
-                    self._submit(params, version)
-                    continue
-                trajectories = [dataclasses.replace(t, mask=np.zeros_like(t.mask)) for t in trajectories]
-            chosen.append(trajectories)
-        batch = [dataclasses.replace(t, group=place) for place, group in enumerate(chosen) for t in group]
-        self.ledger.count_trajectories(TRAINED, batch)
+            trained = not schedule.max_drops or is_informative(trajectories)
+            if not trained and len(replaced) < schedule.max_drops:
+                replaced.append(trajectories)
+                self.ledger.count_trajectories("uninformative", trajectories)
+                self._submit(params, version)
+                continue
+            chosen.append((trajectories, trained))
+        batch, self.sampled = batch_of(chosen, replaced)
+        self.ledger.count_trajectories(TRAINED, self.sampled[: len(batch)])
         self.ledger.count_trajectories("no_signal", [t for t in batch if t.reward is None])
         self._fleet.pump()
         return batch, self._fleet.figures()
@@ -125,6 +123,7 @@ class FleetStream:
             return
         self._fleet.publish(params, version)
         for prompt in self._source.next_batch(missing):
+            check_carried(prompt)
             self._fleet.submit(self._submitted, prompt, version)
             self._queue.append(_Group(self._submitted, version))
             self._submitted += 1

@@ -56,20 +56,26 @@ def check_fleet(config: Config, workers: Workers) -> None:
             f"--workers must be at least 1, got {workers.number}; leave it out to sample in this process."
         )
     s = config.schedule
-    if s.max_age and s.swap != "drain":
+    refused = [
+        (
+            bool(s.max_age) and s.swap != "drain",
+            f"schedule.swap is {s.swap}, and workers finish every sample with the weights that began it",
+            "schedule.swap=drain",
+        ),
+        (
+            bool(config.mesh.sampler),
+            f"mesh.sampler is {config.mesh.sampler}, but workers sample on devices of their own already",
+            "mesh.sampler=0",
+        ),
+        (
+            bool(s.over_generation),
+            f"schedule.over_generation is {s.over_generation}, but which samples of a prompt end first depends on the worker",
+            "schedule.over_generation=0",
+        ),
+    ]
+    if found := [(why, remedy) for wrong, why, remedy in refused if wrong]:
         raise InputError(
-            f"--workers: schedule.swap is {s.swap}, and workers finish every sample with the weights that began it. Set "
-            "schedule.swap=drain."
-        )
-    if config.mesh.sampler:
-        raise InputError(
-            f"--workers: mesh.sampler is {config.mesh.sampler}, but workers sample on devices of their own already. Set "
-            "mesh.sampler=0."
-        )
-    if s.over_generation:
-        raise InputError(
-            f"--workers: schedule.over_generation is {s.over_generation}, but which samples of a prompt end first depends on "
-            "the worker. Set schedule.over_generation=0."
+            f"--workers: {'; '.join(why for why, _ in found)}. Set {' and '.join(remedy for _, remedy in found)}."
         )
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         raise InputError(f"--workers needs a learner of one process; this one has {jax.process_count()}.")

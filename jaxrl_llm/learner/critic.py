@@ -44,6 +44,7 @@ from jaxrl_llm.ops.logprobs import Entropy, head_logprobs
 from jaxrl_llm.ops.numerics import keep, quotient
 from jaxrl_llm.ops.segments import trajectories
 from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.rules import Layout, layout_of
 from jaxrl_llm.transforms import checks
 from jaxrl_llm.transforms.dataflow import require
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
@@ -91,22 +92,28 @@ def _before(after: Array, mask: Array) -> Array:
     return keep(mask, jnp.pad(after[:, :-1], ((0, 0), (1, 0))))
 
 
-def _after(params: Any, config: ModelConfig, batch: TokenBatch, *, remat: Remat = False) -> Array:
+def _after(
+    params: Any, config: ModelConfig, batch: TokenBatch, *, remat: Remat = False, layout: Layout | None = None
+) -> Array:
     """f32[B, T]: the estimate after each token."""
-    hidden = forward(params, config, batch.tokens, batch.positions, batch.segments, remat=remat)
+    hidden = forward(
+        params, config, batch.tokens, batch.positions, batch.segments, remat=remat, layout=layout
+    )
     return _read(params, hidden)
 
 
-def values(params: Any, config: ModelConfig, batch: TokenBatch, *, remat: Remat = False) -> Array:
+def values(
+    params: Any, config: ModelConfig, batch: TokenBatch, *, remat: Remat = False, layout: Layout | None = None
+) -> Array:
     """The critic's estimate before each trained token, f32[B, T], aligned as `batch.value`; 0 outside the mask.
 
     Args:
       params: a tree with a decoder and a value head: of `init_critic`, or a policy's with `init_value_head` added.
       config: of the model; `dtype` is the precision of its products, the head is f32.
       batch: reads tokens, positions, segments and mask.
-      remat: what the backward pass recomputes, see `models.decoder.forward`.
+      remat, layout: see `models.decoder.forward`.
     """
-    return _before(_after(params, config, batch, remat=remat), batch.mask)
+    return _before(_after(params, config, batch, remat=remat, layout=layout), batch.mask)
 
 
 def _tree(critic: Any, params: Any) -> Any:
@@ -145,7 +152,9 @@ def make_values(
         tree = _tree(critic, params)
         rows = micro_batch_rows or batch.shape[0]
         split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)
-        after = jax.lax.map(lambda slices: _after(tree, config, rebuild(slices)), split)
+        after = jax.lax.map(
+            lambda slices: _after(tree, config, rebuild(slices), layout=layout_of(mesh)), split
+        )
         after = after.reshape(-1, after.shape[-1])[: batch.shape[0]]
         each = trajectories(batch.trajectory, batch.mask)
         end = each.spread(each.sum(keep(each.last, after), batch.mask))
@@ -283,7 +292,7 @@ def make_critic_step(
     def errors(critic: Any, params: Any, batch: TokenBatch, scale: Array) -> tuple[Array, dict[str, Mean]]:
         """(Σ of the losses of the tokens, metrics), of a micro-batch."""
         on = _learned(batch)
-        now = keep(on, values(_tree(critic, params), config, batch, remat=remat))
+        now = keep(on, values(_tree(critic, params), config, batch, remat=remat, layout=layout_of(mesh)))
         returns = keep(on, require("make_critic_step", batch, "returns")).astype(now.dtype)
         error = square_error(now, returns)
         shown = {"critic_error": 2.0 * error, "critic_value": now}

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.parallel.host import place, read
-from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
-from jaxrl_llm.parallel.rules import batch_shardings
+from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.rules import batch_shardings, rows_spec
 from jaxrl_llm.types import TokenBatch
 
 __all__ = ["check_micro_batch_rows", "micro_batches", "minibatches", "pad_rows", "place_batch"]
@@ -59,7 +59,8 @@ def micro_batches(
     leaves, tree = jax.tree.flatten(batch)
     split = [x.reshape(-1, rows, *x.shape[1:]) for x in leaves if _is_rows(x)]
     if mesh is not None:
-        split = jax.lax.with_sharding_constraint(split, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+        shardings = [NamedSharding(mesh, PartitionSpec(None, *rows_spec(x.ndim - 1))) for x in split]
+        split = jax.lax.with_sharding_constraint(split, shardings)
 
     def rebuild(slices: list[Array]) -> TokenBatch:
         remaining = iter(slices)

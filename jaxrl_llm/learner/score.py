@@ -20,6 +20,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.ops.logprobs import hidden_states, likeliest_tokens, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.offload import fetched
 from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.transforms.base import LossTransform, needs
 from jaxrl_llm.types import LearnerState, TokenBatch
@@ -47,6 +48,7 @@ def _by_rows(
     """run(params, batch), jitted: `one(params, micro-batch)`, the rows of its results put together again."""
 
     def run(params, batch):
+        params = fetched(params)
         B = batch.shape[0]
         rows = micro_batch_rows or B
         split, rebuild = micro_batches(pad_rows(batch, rows), rows, mesh)

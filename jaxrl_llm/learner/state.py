@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.host import place
+from jaxrl_llm.parallel.offload import check_offload, fetched, host_shardings, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.adaptive import EXPERT_LOAD
 from jaxrl_llm.transforms.base import LossTransform
@@ -50,6 +52,7 @@ def init_state(
     config: ModelConfig | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
+    offload: Collection[str] = (),
 ) -> LearnerState:
     """The state before the first train step.
 
@@ -65,9 +68,11 @@ def init_state(
         share no array (`init_critic` copies).
       critic_optimizer: of the critic.
       config, mesh, rules: with a mesh the state is created in its shards; `config` is then required.
+      offload: "optimizer", "reference": what rests in the memory of the host between the programs that read it, see
+        `parallel.offload`. No number changes.
 
     Raises:
-      ValueError: a mesh without a config, a parameter that does not fit the mesh, or one of critic and
+      ValueError: an unknown name in offload, a mesh without a config, a parameter that does not fit the mesh, or one of critic and
         critic_optimizer without the other.
     """
     if (critic is None) != (critic_optimizer is None):
@@ -75,6 +80,8 @@ def init_state(
             ("critic", "critic_optimizer") if critic_optimizer is None else ("critic_optimizer", "critic")
         )
         raise ValueError(f"init_state: {given} without {lacks}; give both, or neither.")
+
+    offload = check_offload(offload)
 
     def build(params, critic, key):
         params, critic = jax.tree.map(_master, (params, critic))
@@ -93,7 +100,8 @@ def init_state(
     if mesh is None:
         # Committed to its device, as what a snapshot or an update gives is: every program then meets one kind of
         # arguments, and is compiled once.
-        return jax.device_put(build(params, critic, key), jax.local_devices()[0])
+        state = jax.device_put(build(params, critic, key), jax.local_devices()[0])
+        return _laid_to_rest(state, offload)
     if config is None:
         raise ValueError(
             "init_state: a mesh needs config=, which says along which axes each parameter may be split."
@@ -101,7 +109,19 @@ def init_state(
     shardings = state_shardings(jax.eval_shape(build, params, critic, key), optimizer, config, mesh, rules)
     placed = place(params, shardings.params)
     critic = place(critic, shardings.critic)
-    return jax.jit(build, out_shardings=shardings)(placed, critic, place(key, shardings.key))
+    state = jax.jit(build, out_shardings=shardings)(placed, critic, place(key, shardings.key))
+    return _laid_to_rest(state, offload)
+
+
+def _laid_to_rest(state: LearnerState, offload: Collection[str]) -> LearnerState:
+    def on_host(tree: Any) -> Any:
+        return jax.device_put(tree, host_shardings(tree, jax.tree.map(lambda x: x.sharding, tree)))
+
+    if "optimizer" in offload:
+        state = dataclasses.replace(state, opt_state=on_host(state.opt_state))
+    if "reference" in offload and state.reference is not None:
+        state = dataclasses.replace(state, reference=on_host(state.reference))
+    return state
 
 
 def finish_train_step(state: LearnerState) -> LearnerState:
@@ -128,9 +148,11 @@ def reset_reference(
     Raises:
       ValueError: the state keeps no reference.
     """
-    _reference(state, "reset_reference")
-    state = dataclasses.replace(state, reference=jax.tree.map(jnp.copy, state.params))
-    return state if optimizer is None else dataclasses.replace(state, opt_state=optimizer.init(state.params))
+    before = _reference(state, "reset_reference")
+    state = dataclasses.replace(state, reference=put_back(jax.tree.map(jnp.copy, state.params), before))
+    if optimizer is None:
+        return state
+    return dataclasses.replace(state, opt_state=put_back(optimizer.init(state.params), state.opt_state))
 
 
 def move_reference(state: LearnerState, tau: float) -> LearnerState:
@@ -148,4 +170,5 @@ def move_reference(state: LearnerState, tau: float) -> LearnerState:
             return here
         return (there + tau * (here - there)).astype(there.dtype)
 
-    return dataclasses.replace(state, reference=jax.tree.map(between, reference, state.params))
+    moved = jax.tree.map(between, fetched(reference), state.params)
+    return dataclasses.replace(state, reference=put_back(moved, reference))

@@ -21,6 +21,7 @@ from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.experts import exchanged_bytes, on_mesh, router_load
 from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxrl_llm.parallel.offload import fetched, on_host, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
@@ -67,11 +68,12 @@ def apply_gradients(
     """
 
     def once(carry):
-        _, params, opt_state = carry
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return jnp.zeros((), bool), optax.apply_updates(params, updates), opt_state
+        _, params, resting = carry
+        updates, opt_state = optimizer.update(grads, fetched(resting), params)
+        return jnp.zeros((), bool), optax.apply_updates(params, updates), put_back(opt_state, resting)
 
-    # A loop of one turn or none works in place; selecting between old and new would keep both in memory.
+    # A loop of one turn or none works in place; selecting between old and new would keep both in memory. Moments that rest
+    # on the host are fetched within it, when the activations are gone; before it, they would come while those are there.
     carry = (usable, state.params, state.opt_state)
     _, params, opt_state = jax.lax.while_loop(lambda carry: carry[0], once, carry)
     skipped = state.skipped + jnp.where(usable, 0, 1).astype(jnp.int32)
@@ -186,7 +188,10 @@ def make_update_step(
         )
 
     def pinned(tree, shardings):
-        return tree if mesh is None else jax.lax.with_sharding_constraint(tree, shardings)
+        def one(x, sharding):
+            return x if on_host(x) else jax.lax.with_sharding_constraint(x, sharding)
+
+        return tree if mesh is None else jax.tree.map(one, tree, shardings)
 
     def update(
         state: LearnerState, batch: TokenBatch, teacher_params: Any = None
@@ -334,7 +339,7 @@ def router_figures(routers: dict[str, Array], config: ModelConfig, places: int) 
         "expert_load_min": figure(jnp.min(relative)),
         "expert_dropped": Mean(total["dropped"], pairs),
         "expert_replayed": Mean(total["replayed"], tokens),
-        "expert_exchange": figure(jnp.asarray(exchanged_bytes(config, places))),
+        "expert_exchange": figure(jnp.float32(exchanged_bytes(config, places))),
         "router_entropy": Mean(total["entropy"], tokens),
     }
 

@@ -13,9 +13,26 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.models.blockwise import (
+    Sight,
+    blockwise_attention,
+    goes_in_blocks,
+    seen,
+    sight_of,
+    split_attention,
+)
 from jaxrl_llm.models.config import KeyBlocks
+from jaxrl_llm.parallel.rules import Layout
 
-__all__ = ["fold_keys", "own_key", "scaled_queries", "segment_attention", "sum_of_weights", "visible_tokens"]
+__all__ = [
+    "fold_keys",
+    "own_key",
+    "scaled_queries",
+    "segment_attention",
+    "sight_for",
+    "sum_of_weights",
+    "visible_tokens",
+]
 
 Array = jax.Array
 
@@ -26,44 +43,53 @@ def visible_tokens(segments: Array) -> Array:
     A token sees itself and the earlier tokens of its own segment; one in a segment > 0 also sees the shared
     prefix (segment < 0) that opened its family: the nearest one before it, with no padding in between.
     """
-    before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
-    columns = jnp.arange(1, segments.shape[1] + 1)
-    # A family is named by the column, counted from 1, where it was opened; 0 = in no family.
-    opens = (segments < 0) & (segments != before)
-    opened = jax.lax.cummax(jnp.where(opens, columns, 0), axis=1)
-    ended = jax.lax.cummax(jnp.where(segments == 0, columns, 0), axis=1)
-    family = jnp.where(opened > ended, opened, 0)
-    same = segments[:, :, None] == segments[:, None, :]
-    prefix = (
-        (segments[:, :, None] > 0) & (segments[:, None, :] < 0) & (family[:, :, None] == family[:, None, :])
-    )
-    causal = jnp.tril(jnp.ones((segments.shape[1],) * 2, bool))
-    return (same | prefix) & causal
+    sight, columns = sight_of(segments), jnp.arange(segments.shape[1])
+    return seen(sight, sight, columns, columns)
+
+
+def sight_for(
+    segments: Array, blocks: KeyBlocks | None = None, layout: Layout | None = None
+) -> Array | Sight:
+    """Who sees whom in rows of these segments, in the form that `segment_attention` takes it from.
+
+    That is `visible_tokens`, or, of rows whose T² scores are not to be made at once (`goes_in_blocks`), a `Sight`. An order
+    of keys that was asked for (`blocks`) needs all scores.
+    """
+    if blocks is None and goes_in_blocks(segments.shape[1], layout):
+        return sight_of(segments)
+    return visible_tokens(segments)
 
 
 def segment_attention(
     q_BTHK: Array,
     k_BTNK: Array,
     v_BTNK: Array,
-    visible_BTT: Array,
+    visible: Array | Sight,
     blocks: KeyBlocks | None = None,
     positions_BT: Array | None = None,
+    layout: Layout | None = None,
 ) -> Array:
-    """Grouped-query attention of each token to those that `visible_tokens` names; [B, T, H, K].
+    """Grouped-query attention of each token to those that it sees; [B, T, H, K].
 
     Scores and the softmax are f32 (f64 stays f64), as in the sampler. Query head h reads key/value head
     h // (H / N). Padding (segment 0) attends to padding only and its result is never used.
 
     Args:
+      visible: of `sight_for`; a `Sight` is computed block by block, see `models.blockwise`.
       blocks: the order in which keys are added up; None: that of one product over the row. Only last bits differ.
       positions_BT: i32[B, T], of the tokens in their sequences; read where `blocks.number` is set.
+      layout: of the activations on a mesh.
     """
+    if isinstance(visible, Sight):
+        if layout is None:
+            return blockwise_attention(q_BTHK, k_BTNK, v_BTNK, visible)
+        return split_attention(layout, q_BTHK, k_BTNK, v_BTNK, visible)
     block = None
     if blocks is not None and blocks.number is not None:
         if positions_BT is None:
             raise ValueError("segment_attention: blocks by position need the positions.")
         block = jnp.minimum(positions_BT // blocks.size, blocks.number - 1)
-    return _attention(blocks, q_BTHK, k_BTNK, v_BTNK, visible_BTT, block)
+    return _attention(blocks, q_BTHK, k_BTNK, v_BTNK, visible, block)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

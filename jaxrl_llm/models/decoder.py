@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.attention import segment_attention, visible_tokens
+from jaxrl_llm.models.attention import segment_attention, sight_for
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.experts import Routed, expert_mlp
 from jaxrl_llm.ops.dense import DENSE, dense
@@ -134,7 +134,8 @@ def embed(params: Any, config: ModelConfig, tokens: Array, layout: Layout | None
     # Gathered before the cast: the gradient then adds up in the dtype of the parameter. Held to the shards of the table,
     # it goes from rows to them in the compute dtype; else all of it is gathered on every device.
     looked_up = None if layout is None else layout.looked_up
-    return pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
+    x = pinned(pinned(params["embed"][tokens], looked_up).astype(config.dtype), looked_up)
+    return pinned(x, layout.moving) if layout is not None and layout.context > 1 else x
 
 
 def head_matrix(params: Any) -> Array:
@@ -202,8 +203,10 @@ def forward_routed(
 
     `router_probs`: with their probabilities, which are on the tape and take layers × experts numbers a token.
     """
-    context = (rope_tables(config, positions), visible_tokens(segments), positions, segments != 0)
-    rows = None if layout is None else layout.rows
+    held = None if layout is None else layout.tokens
+    tokens, positions, segments = (pinned(x, held) for x in (tokens, positions, segments))
+    visible = sight_for(segments, config.key_blocks, layout)
+    context = (rope_tables(config, positions), visible, positions, segments != 0)
     if routing_ids is not None and config.num_experts:
         routing_ids = jnp.moveaxis(routing_ids, 2, 0)
     else:
@@ -216,16 +219,16 @@ def forward_routed(
             config,
             x,
             rope,
-            lambda q, k, v: (segment_attention(q, k, v, visible, config.key_blocks, positions), None),
+            lambda q, k, v: (segment_attention(q, k, v, visible, config.key_blocks, positions, layout), None),
             routing_ids=chosen,
             live=live,
         )
-        x = pinned(x, rows)
+        x = pinned(x, held)
         if routed is None:
             return x, None, None
         return x, routed.probs if router_probs else None, routed._replace(probs=None)
 
-    x = pinned(embed(params, config, tokens, layout), rows)
+    x = pinned(embed(params, config, tokens, layout), held)
     if gradient_sums is not None:
         if remat is not True:
             raise ValueError(f"forward: gradient_sums needs remat=True, got {remat!r}.")

@@ -28,6 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.ops.dense import DENSE
 from jaxrl_llm.ops.quantize import QuantizedMatrix, weight_product
+from jaxrl_llm.parallel.rules import DEFAULT_RULES
 
 __all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_mesh", "router_load"]
 
@@ -86,7 +87,7 @@ def exchanged_bytes(config: ModelConfig, tokens: int) -> int:
         return 0
     ranks = placement.mesh.shape["expert"]
     if config.expert_capacity is not None:
-        shards = math.prod(placement.mesh.shape[axis] for axis in placement.rows)
+        shards = math.prod(placement.mesh.shape[axis] for axis in (*placement.rows, "context"))
         room = _room(config, tokens // shards) or 0
         elsewhere = config.num_experts - config.num_experts // ranks
         numbers = 2 * elsewhere * room * config.hidden_size * shards * placement.mesh.shape["tensor"]
@@ -175,7 +176,13 @@ def _dropped(ids: Array, experts: int, room: int | None) -> Array:
 
 
 def _experts(
-    h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], experts: int, room: int | None
+    h: Array,
+    ids: Array,
+    gates: Array,
+    matrices: Mapping[str, Any],
+    experts: int,
+    room: int | None,
+    whole: Callable[[Array], Array] = lambda x: x,
 ) -> Array:
     """[N, D] in at least f32: Σ_j gates[:, j] · expert ids[:, j] of h; ids outside [0, experts) give nothing.
 
@@ -183,6 +190,7 @@ def _experts(
       h, ids, gates: [N, D], i32[N, K], [N, K].
       experts: E of `matrices`.
       room: most tokens of an expert, the first ones; None = all.
+      whole: of products over the columns of h that are here, those over all of them.
     """
     K = ids.shape[1]
     flat = jnp.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
@@ -197,8 +205,8 @@ def _experts(
         place = jnp.where(left_out, rows, place)  # out of bounds: neither written nor read
         x = jnp.zeros((rows, h.shape[1]), h.dtype)
         x = x.at[place].set(jnp.repeat(h, K, axis=0), mode="drop")
-        hidden = jax.nn.silu(product(x, matrices["expert_gate"])) * product(x, matrices["expert_up"])
-        y = product(hidden, matrices["expert_down"])
+        gate, up = (whole(product(x, matrices[name])) for name in ("expert_gate", "expert_up"))
+        y = product(jax.nn.silu(gate) * up, matrices["expert_down"])
         return y.at[place].get(mode="fill", fill_value=0)
 
     def blocks() -> Array:
@@ -289,6 +297,16 @@ _blocked_product.defvjp(_blocked_forward, _blocked_backward)
 # ------------------------------------------------------------------------------------------ on a mesh
 
 
+def _split(w: Any, name: str, columns: str | tuple[str, ...] | None) -> Any:
+    """How the matrices of the experts, [E, D, F] or [E, F, D], lie where they are multiplied with."""
+    down = name == "expert_down"
+    axes = ("expert", "tensor", columns) if down else ("expert", columns, "tensor")
+    whole = PartitionSpec(*axes)
+    if not isinstance(w, QuantizedMatrix):
+        return whole
+    return QuantizedMatrix(values=whole, scale=PartitionSpec(axes[0], axes[2]))  # type: ignore[arg-type]
+
+
 def _sent(h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], experts: int, room: int) -> Array:
     """As `_experts`, where the experts are split over the mesh axis "expert" and each takes `room` tokens of every device.
 
@@ -321,17 +339,23 @@ def _sent(h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], exper
 def _spread(
     config: ModelConfig, h_BTD: Array, ids_BTK: Array, gates_BTK: Array, matrices: Mapping[str, Any]
 ) -> tuple[Array, Array]:
-    """The same on a mesh: experts split over its axis "expert", their hidden units over "tensor"."""
+    """The same on a mesh: experts split over its axis "expert", their hidden units over "tensor".
+
+    Where every device has all rows, as in the sampler, they are few: the matrices stay split as all others are, and sums
+    over their columns travel. Elsewhere an expert has more rows than columns, and its matrices are gathered over it.
+    """
     placement: Placement = config.placement
     mesh, rows = placement.mesh, placement.rows
     ranks = mesh.shape["expert"]
     mine = config.num_experts // ranks  # divides: `parallel.rules` has refused other meshes
-    split = PartitionSpec(rows or None)
-    inner = {
-        "expert_gate": PartitionSpec("expert", None, "tensor"),
-        "expert_up": PartitionSpec("expert", None, "tensor"),
-        "expert_down": PartitionSpec("expert", "tensor", None),
-    }
+    split = PartitionSpec(rows, "context") if rows else PartitionSpec()
+    columns = None if rows else DEFAULT_RULES["embed"]
+    hidden = PartitionSpec(*split, columns) if rows else PartitionSpec(None, None, columns)
+    inner = {name: _split(w, name, columns) for name, w in matrices.items()}
+
+    def whole(x: Array) -> Array:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return x if columns is None else jax.lax.psum(x.astype(wide), columns).astype(x.dtype)
 
     def here(h, ids, gates, matrices):
         B, T, D = h.shape
@@ -352,7 +376,9 @@ def _spread(
             h, ids, gates = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in (h, ids, gates))
         first = jax.lax.axis_index("expert") * mine
         local = jnp.where((ids >= first) & (ids < first + mine), ids - first, mine)
-        y = _experts(h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K), matrices, mine, None)
+        y = _experts(
+            h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K), matrices, mine, None, whole
+        )
         y = y.reshape(-1, T, D)
         if exchanged:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
@@ -364,7 +390,7 @@ def _spread(
     return jax.shard_map(
         here,
         mesh=mesh,
-        in_specs=(split, split, split, inner),
-        out_specs=(split, split),
+        in_specs=(hidden, split, split, inner),
+        out_specs=(hidden, split),
         check_vma=False,
     )(h_BTD, ids_BTK, gates_BTK, dict(matrices))

@@ -27,14 +27,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxrl_llm.losses.divergences import Divergence
-from jaxrl_llm.models.attention import visible_tokens
+from jaxrl_llm.models.blockwise import goes_in_blocks, seen, sight_of
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Remat, forward, forward_routed, head_matrix, pinned
 from jaxrl_llm.ops.chunks import Chunks
@@ -354,18 +356,29 @@ def head_output(
       support: i32[B, T, S], what the log-prob and the entropy are taken over, in the form of `ops.support`: different ids,
         the target among them, or what is left out of the vocabulary; all -1 = the vocabulary. Lists and divergence are always over the vocabulary.
       chunk: positions of a chunk; need not divide anything. Default: `default_chunk(V)`.
-      blocks: the number of shards of the rows; active positions are moved together within a block only.
+      blocks: the number of shards of the rows; active positions are moved together within a block only. Where tokens
+        of a row are split over devices, each has a block of its own, and the one with the most active positions is
+        waited for: that with the end of a long completion, while others hold prompts.
       layout: on a mesh.
     """
     B, T, D = h_BTD.shape
     if B % blocks:
         raise ValueError(f"head_logprobs: {B} rows do not divide into {blocks} blocks; pad the rows.")
-    M = B // blocks * T
-    C = max(1, min((default_chunk(w_DV.shape[1]) if chunk is None else chunk) // blocks, M))
+    # A block of each device: its rows, and of them its tokens.
+    across = 1 if layout is None else layout.context
+    if T % across:
+        raise ValueError(
+            f"head_logprobs: rows of {T} tokens do not divide into {across} shards; pad the rows."
+        )
+    R, M = blocks * across, B // blocks * T // across
+    C = max(1, min((default_chunk(w_DV.shape[1]) if chunk is None else chunk) // R, M))
     padding = -M % C
 
     def block(x, fill):
-        x = x.reshape(blocks, M, *x.shape[2:])
+        if layout is None or across == 1:
+            x = x.reshape(blocks, M, *x.shape[2:])
+        else:  # each device its own; of a reshape over both axes the compiler makes copies of everything everywhere
+            x = _on_devices(layout, lambda x: x.reshape(1, M, *x.shape[2:]), x, layout.tokens, layout.blocks)
         widths = [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, widths, constant_values=fill) if padding else x
 
@@ -395,7 +408,7 @@ def head_output(
         plan = plan._replace(divergence=teacher.divergence, teacher_dtype=teacher.dtype)
     out = _head(
         plan,
-        pinned(block(h_BTD, 0), None if layout is None else layout.rows),
+        pinned(block(h_BTD, 0), None if layout is None else layout.blocks),
         w_DV,
         block(targets, 0),
         block(jnp.where(active, temperature, 1.0).astype(wide), 1.0),
@@ -410,13 +423,40 @@ def head_output(
         out = out._replace(entropy=None)
     if teacher is None:
         out = out._replace(divergence=None)
-    return jax.tree.map(lambda x: x[:, :M].reshape(B, T, *x.shape[2:]), out)
+
+    def unblock(x):
+        x = x[:, :M]
+        if layout is None or across == 1:
+            return x.reshape(B, T, *x.shape[2:])
+        local = (B // blocks, T // across)
+        return _on_devices(layout, lambda x: x.reshape(*local, *x.shape[2:]), x, layout.blocks, layout.tokens)
+
+    return jax.tree.map(unblock, out)
+
+
+def _on_devices(
+    layout: Layout, f: Callable[[Array], Array], x: Array, given: NamedSharding, wanted: NamedSharding
+) -> Array:
+    """f of what each device has of x."""
+    return jax.shard_map(
+        f, mesh=layout.tokens.mesh, in_specs=given.spec, out_specs=wanted.spec, check_vma=False
+    )(x)
 
 
 def segment_positions(segments: Array) -> Array:
     """i32[B, T]: the index of each token in its own sequence, shared prefix included; 0 at padding."""
-    seen = jnp.sum(visible_tokens(segments), axis=-1, dtype=jnp.int32)
-    return jnp.where(segments == 0, 0, seen - 1)
+    T = segments.shape[1]
+    sight, columns = sight_of(segments), jnp.arange(T)
+
+    def count(at):  # one column of queries after the other: T² booleans would not fit for a long row
+        here = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1), sight)
+        return jnp.sum(seen(here, sight, at[None], columns), axis=(1, 2), dtype=jnp.int32)
+
+    if goes_in_blocks(T):
+        found = jax.lax.map(count, columns).T
+    else:
+        found = jnp.sum(seen(sight, sight, columns, columns), axis=-1, dtype=jnp.int32)
+    return jnp.where(segments == 0, 0, found - 1)
 
 
 def _continues(segments: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Device meshes with the four axes of the package."""
+"""Device meshes with the five axes of the package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jaxrl_llm.runtime import collectives_need_compiling
 
 __all__ = ["AXES", "BATCH_AXES", "batch_shards", "data_devices", "make_mesh"]
 
-AXES = ("data", "fsdp", "expert", "tensor")
-# Rows are split over these; parameters over fsdp and tensor, those of experts over expert too.
-BATCH_AXES = ("data", "fsdp", "expert")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+# Rows are split over these, and the tokens of a row over context; parameters over fsdp, context and tensor, those of
+# experts over expert too.
+BATCH_AXES = ("data", "expert", "fsdp")
 
 
 def make_mesh(
@@ -25,28 +26,32 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     expert: int = 1,
+    context: int = 1,
 ) -> Mesh:
-    """A mesh of `data` × `fsdp` × `expert` × `tensor` devices.
+    """A mesh of `data` × `fsdp` × `expert` × `context` × `tensor` devices.
 
     Args:
       data: copies of the parameters, each with rows of its own.
       fsdp: shards of the parameters that also have rows of their own.
       tensor: shards of the parameters that work on the same rows.
-      devices: default: the first data × fsdp × expert × tensor of `jax.devices()`.
+      devices: default: the first data × fsdp × expert × context × tensor of `jax.devices()`.
       expert: shards of the experts of a mixture, which have rows of their own; of all other parameters, copies.
+      context: shards of the tokens of each row; of the parameters, shards as those of fsdp.
 
     Raises:
       ValueError: a size is not positive, or there are not that many devices.
     """
-    sizes = (data, fsdp, expert, tensor)
+    sizes = (data, fsdp, expert, context, tensor)
     if min(sizes) < 1:
-        raise ValueError(f"make_mesh: data, fsdp, expert and tensor must be at least 1, got {sizes}.")
+        raise ValueError(
+            f"make_mesh: data, fsdp, expert, context and tensor must be at least 1, got {sizes}."
+        )
     needed = math.prod(sizes)
     available = list(jax.devices() if devices is None else devices)
     if needed > len(available) or (devices is not None and needed != len(available)):
         raise ValueError(
-            f"make_mesh: data={data} x fsdp={fsdp} x expert={expert} x tensor={tensor} takes {needed} devices, "
-            f"{len(available)} are given. Choose sizes whose product is {len(available)}."
+            f"make_mesh: data={data} x fsdp={fsdp} x expert={expert} x context={context} x tensor={tensor} takes {needed} "
+            f"devices, {len(available)} are given. Choose sizes whose product is {len(available)}."
         )
     collectives_need_compiling(available[:needed])
     # Auto: the compiler places intermediate values. (jax.make_mesh would default to Explicit axes.)

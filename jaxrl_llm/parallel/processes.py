@@ -106,7 +106,7 @@ def check_covers(needed: int) -> None:
     if not several() or needed == jax.device_count():
         return
     raise InputError(
-        f"mesh: data x fsdp x tensor takes {needed} devices, and the {jax.process_count()} processes of this run have "
+        f"mesh: data x fsdp x expert x context x tensor takes {needed} devices, and the {jax.process_count()} processes of this run have "
         f"{jax.device_count()} together ({jax.local_device_count()} here). All must be in the mesh: choose sizes whose product is "
         f"{jax.device_count()}, such as --set mesh.data={jax.device_count()}, or another number of processes or devices."
     )

@@ -57,19 +57,82 @@ class Topology:
     devices: tuple[Any, ...]
 
 
-_FORM = "--topology is KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4"
+_FORM = (
+    "--topology is KIND:SHAPE, for example v5p:4x4x4, v6e:8x8 or v5e:2x4, or an accelerator type, for example v5p-128, "
+    "v6e-64 or v5litepod-8"
+)
+_NAMES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+}  # what the Cloud TPU API calls kinds that have another name here
+# Chips of the largest slice of an accelerator type, and TensorCores of a chip where the number of the type counts those.
+_TYPES = {"v4": (2048, 2), "v5p": (6144, 2), "v5e": (256, 1), "v6e": (256, 1)}
+
+
+def shape_of_type(kind: str, number: int) -> str | None:
+    """Chips along each axis of the slice that the accelerator type KIND-NUMBER names; None: there is none.
+
+    The number counts TensorCores of v4 and v5p, two a chip, and chips of v5e and v6e.
+    """
+    largest, cores = _TYPES[kind]
+    chips, rest = divmod(number, cores)
+    if rest or not 0 < chips <= largest:
+        return None
+    if kind == "v5p" and chips == 6144:
+        return "16x16x24"
+    if chips & (chips - 1):
+        return None  # all others are powers of two, whose axes are as equal as can be
+    power = chips.bit_length() - 1
+    if cores == 1:
+        return None if power == 1 else f"{1 << power // 2}x{1 << (power + 1) // 2}"
+    if power < 2:
+        return None  # a host has four chips
+    return "2x2x1" if power == 2 else "x".join(str(1 << (power + axis) // 3) for axis in range(3))
+
+
+def _shaped(name: str) -> str:
+    """KIND:SHAPE of what may be an accelerator type; anything else as it is."""
+    found = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,9})", name)
+    if found is None:
+        kind, colon, shape = name.partition(":")
+        return f"{_NAMES.get(kind, kind)}{colon}{shape}"
+    kind, number = _NAMES.get(found[1], found[1]), int(found[2])
+    if kind not in CHIPS:
+        return name
+    if kind not in _TYPES:
+        raise InputError(
+            f"--topology {name}: accelerator types of {kind} are not known here; write its shape, for example {kind}:2x2x1."
+        )
+    named = shape_of_type(kind, number)
+    if named is not None:
+        return f"{kind}:{named}"
+    largest, cores = _TYPES[kind]
+    there = [n for n in (cores << power for power in range(14)) if shape_of_type(kind, n) is not None]
+    there += [cores * largest] if cores * largest not in there else []
+    near = sorted(sorted(there, key=lambda n: abs(n - number))[:2])
+    counted = "TensorCores, two a chip" if cores == 2 else "chips"
+    raise InputError(
+        f"--topology {name}: there is no such accelerator type; the number counts {counted}. Nearest: "
+        + ", ".join(f"{found[1]}-{n} ({kind}:{shape_of_type(kind, n)})" for n in near)
+        + f". Or write a shape: {_FORM}."
+    )
 
 
 def topology_of(name: str, slices: int = 1) -> Topology:
     """The devices of a topology; with several slices, of all of them.
 
+    Args:
+      name: KIND:SHAPE, or an accelerator type as the Cloud TPU API names it (v5p-128, v5litepod-16, v6e-8).
+
     Raises:
-      InputError: libtpu is missing, no such topology, or `name` does not have the form KIND:SHAPE.
+      InputError: libtpu is missing, or no such topology; the message names the nearest.
     """
+    name = _shaped(name.strip().lower())
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
+        likely = did_you_mean(re.split("[:-]", name)[0], CHIPS)
         raise InputError(
-            f"--topology {name}: no such kind of TPU.{did_you_mean(kind, CHIPS)} Known: {', '.join(CHIPS)}. {_FORM}."
+            f"--topology {name}: no such kind of TPU.{likely} Known: {', '.join(CHIPS)}. {_FORM}."
         )
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         raise InputError(f"--topology {name}: the shape {shape!r} is not two or three sizes. {_FORM}.")

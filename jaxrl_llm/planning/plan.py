@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.assembly import check_experts
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
@@ -228,6 +229,7 @@ def make_plan(
             f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
             f"{model.max_positions}; use at most that."
         )
+    check_experts(config, model)
     teacher = None
     if config.teacher.snapshot is not None:
         raise InputError("plan: a teacher of a snapshot is not planned; give its model as teacher.source.")
@@ -274,8 +276,8 @@ def _model(source: str, dtype: str, head_dtype: str | None) -> ModelConfig:
 
 def _meshes(config: Config, topology: Topology) -> tuple[Any, Any]:
     """(mesh of the learner, mesh of one chip that only samples or None)."""
-    sizes = {axis: getattr(config.mesh, axis, 1) for axis in AXES}
-    apart = getattr(config.mesh, "sampler", 0)
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    apart = config.mesh.sampler
     if not apart:
         return device_mesh(topology, sizes), None
     left = len(topology.devices) - apart

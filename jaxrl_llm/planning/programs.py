@@ -29,6 +29,7 @@ from jaxrl_llm.models.experts import on_mesh
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.objectives import is_trust_region
 from jaxrl_llm.parallel.mesh import batch_shards
+from jaxrl_llm.parallel.offload import HOST_MEMORY
 from jaxrl_llm.parallel.rules import batch_shardings, param_shardings, replicated, state_shardings
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import attention_path, init_pages, page_sharding
@@ -89,8 +90,8 @@ def workload_of(config: Config, pages: int | None = None) -> Workload:
     """
     learner, sampler, context = config.learner, config.sampler, config.model.max_context
     samples = config.rollout.prompts * config.rollout.group_size
-    pad = learner.pad_to_multiple
-    width = learner.row_tokens or -(-context // pad) * pad
+    pad = config.row_multiple
+    width = -(-(learner.row_tokens or context) // pad) * pad
     rows = -(-samples // max(1, width // context))
     micro = learner.micro_batch_rows
     rows = -(-rows // micro) * micro
@@ -124,10 +125,11 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def bytes_on_a_chip(tree: Any) -> int:
-    """Of arrays or `ShapeDtypeStruct`s with shardings."""
+    """Of arrays or `ShapeDtypeStruct`s with shardings; what rests in host memory is not on a chip."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(_plain(x.dtype)).itemsize
         for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != HOST_MEMORY
     )
 
 
@@ -151,7 +153,14 @@ def forward_flops(model: ModelConfig, tokens: float, context: float) -> float:
 # --------------------------------------------------------------------------------------- the learner
 
 
-def _batch(config: Config, objective: LossTransform, rows: int, tokens: int, teacher: ModelConfig | None):
+def _batch(
+    config: Config,
+    objective: LossTransform,
+    model: ModelConfig,
+    rows: int,
+    tokens: int,
+    teacher: ModelConfig | None,
+):
     """An abstract batch as it comes from the rollout and from scoring, not yet prepared."""
     wanted = {need.field for need in needs(objective) if need.record == "batch"}
     k = max(topk_size(objective), teacher_needs(objective).k)
@@ -178,6 +187,8 @@ def _batch(config: Config, objective: LossTransform, rows: int, tokens: int, tea
         r = config.rollout
         if r.top_k or r.top_p < 1 or r.min_p:
             given["support_ids"] = zeros(jnp.int32, r.max_support)
+        if model.num_experts:
+            given["routing_ids"] = zeros(jnp.int16, model.num_layers, model.experts_per_token)
         return TokenBatch(**given, learner_version=jnp.int32(0))
 
     return jax.eval_shape(make)
@@ -220,7 +231,7 @@ def learner_programs(
 
     try:
         shapes = jax.eval_shape(begin, abstract_params(model), jax.random.key(0))
-        shardings = state_shardings(shapes, optimizer, model, mesh)
+        shardings = state_shardings(shapes, optimizer, model, mesh, offload=learner.offload)
         update = make_update_step(
             objective,
             model,
@@ -252,13 +263,13 @@ def learner_programs(
         shards = batch_shards(mesh)
         if batch.shape[0] % shards:
             raise InputError(
-                f"mesh: a batch of {batch.shape[0]} rows does not divide over {shards} shards (data x fsdp); choose "
+                f"mesh: a batch of {batch.shape[0]} rows does not divide over {shards} shards (data x fsdp x expert); choose "
                 "other sizes, or more samples."
             )
         return placed(batch, batch_shardings(batch, mesh))
 
-    whole = rowwise(_batch(config, objective, work.rows, work.row_tokens, teacher))
-    part = _batch(config, objective, work.update_rows, work.row_tokens, teacher)
+    whole = rowwise(_batch(config, objective, model, work.rows, work.row_tokens, teacher))
+    part = _batch(config, objective, model, work.update_rows, work.row_tokens, teacher)
     prepared = rowwise(jax.eval_shape(lambda b, s: objective.prepare(b, s)[0], part, shapes.objective_state))
     tokens, seen = work.rows * work.row_tokens, work.context / 2
     forward = forward_flops(model, tokens, seen)

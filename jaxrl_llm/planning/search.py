@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.blockwise import BLOCK, goes_in_blocks
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.parallel.mesh import AXES, BATCH_AXES
@@ -26,6 +27,7 @@ from jaxrl_llm.sampler.paged_cache import pages_for
 __all__ = ["Candidate", "Found", "candidates", "search"]
 
 _MOST_COMPILED = 3
+_LEAST_SHARD = 2048  # tokens of a row that are worth a device of their own
 _HEADROOM = 0.92  # of the HBM; the rest is for what a formula does not see
 
 
@@ -76,7 +78,7 @@ class Found:
 def candidates(model: ModelConfig, work: Workload, topology: Topology) -> Iterator[Candidate]:
     """Every mesh that divides the model, with every number of rows at a time that divides the batch."""
     chips = len(topology.devices)
-    for sizes in _meshes(chips):
+    for sizes in _meshes(chips, work.row_tokens):
         if sizes["data"] % topology.slices == 0 and _divides(model, sizes):
             shards = math.prod(sizes[axis] for axis in BATCH_AXES)
             rows = shards
@@ -86,12 +88,16 @@ def candidates(model: ModelConfig, work: Workload, topology: Topology) -> Iterat
                 rows *= 2
 
 
-def _meshes(chips: int) -> Iterator[dict[str, int]]:
+def _meshes(chips: int, row_tokens: int) -> Iterator[dict[str, int]]:
     for data in _divisors(chips):
         for fsdp in _divisors(chips // data):
             for expert in _divisors(chips // data // fsdp):
-                sizes = {"data": data, "fsdp": fsdp, "expert": expert}
-                yield {axis: sizes.get(axis, chips // data // fsdp // expert) for axis in AXES}
+                for context in _divisors(chips // data // fsdp // expert):
+                    if context > 1 and (row_tokens % context or row_tokens < context * _LEAST_SHARD):
+                        continue
+                    sizes = {"data": data, "fsdp": fsdp, "expert": expert, "context": context}
+                    rest = chips // math.prod(sizes.values())
+                    yield {axis: sizes.get(axis, rest) for axis in AXES}
 
 
 def _divisors(n: int) -> list[int]:
@@ -118,7 +124,8 @@ def _estimate(
     model: ModelConfig, work: Workload, topology: Topology, sizes: dict[str, int], rows: int
 ) -> Candidate:
     chip, chips = topology.chip, len(topology.devices)
-    data, fsdp, tensor = sizes["data"], sizes["fsdp"], sizes["tensor"]
+    data, fsdp, context, tensor = (sizes[axis] for axis in ("data", "fsdp", "context", "tensor"))
+    shards = fsdp * context  # of the parameters
     mine = rows // math.prod(sizes[axis] for axis in BATCH_AXES)  # rows of a chip at a time
     turns = -(-work.update_rows // rows)
     T, D, L = work.row_tokens, model.hidden_size, model.num_layers
@@ -127,20 +134,28 @@ def _estimate(
     weights = (model.num_parameters - experts + experts / sizes["expert"]) / tensor
     copies = data * (sizes["expert"] if not model.num_experts else 1)
     # Weights are gathered in 2 bytes for the forward pass and again for the backward pass, gradients summed in 4.
-    over_fsdp = turns * weights * (2 + 2 + 4) * (fsdp - 1) / fsdp
-    over_data = 2 * turns * 4 * weights / fsdp * (copies - 1) / copies
+    over_fsdp = turns * weights * (2 + 2 + 4) * (shards - 1) / shards
+    over_data = 2 * turns * 4 * weights / shards * (copies - 1) / copies
     # The residual stream is summed twice a layer; forward, recomputed and backward.
-    over_tensor = turns * mine * T * D * 2 * L * 6 * 2 * (tensor - 1) / tensor
+    over_tensor = turns * mine * T / context * D * 2 * L * 6 * 2 * (tensor - 1) / tensor
+    # Keys and values are gathered three times a layer, their gradients summed once.
+    keys = mine * T * model.num_kv_heads / tensor * model.head_dim * 2 * 2
+    over_context = turns * L * keys * 4 * (context - 1) / context
+    # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward, recomputed and backward.
+    over_expert = turns * mine * T / context * D * (2 + 4) * L * 3 * (sizes["expert"] - 1)
     crosses = topology.slices > 1
-    ici = over_fsdp + over_tensor + (0 if crosses else over_data)
-    products = 4 * forward_flops(model, turns * rows * T, T / 2) / chips  # layers are computed twice
+    ici = over_fsdp + over_tensor + over_context + over_expert + (0 if crosses else over_data)
+    # Layers are computed twice; of a row that is split the device with its end sees nearly all of it.
+    products = 4 * forward_flops(model, turns * rows * T, T * (1 - 1 / (2 * context))) / chips
     seconds = max(
         products / chip.flops, ici / chip.ici_speed, (over_data if crosses else 0.0) / chip.dcn_speed
     )
-    state = 16 * weights / fsdp  # masters, two moments, gradients
-    layer = mine * T * (model.num_heads / tensor * T * 8 + 8 * F / tensor + 8 * D)
+    state = 16 * weights / shards  # masters, two moments, gradients
+    scores = BLOCK**2 if goes_in_blocks(T) or context > 1 else T * T
+    here = mine * T / context
+    layer = mine * model.num_heads / tensor * scores * 8 + here * (8 * F / tensor + 8 * D) + 2 * keys
     head = 12 * D * model.vocab_size / tensor
-    held = state + 2 * mine * T * D * L + max(layer, head) + head / 3
+    held = state + 2 * here * D * L + max(layer, head) + head / 3
     return Candidate(sizes, rows, seconds, ici + (over_data if crosses else 0.0), held)
 
 
@@ -152,7 +167,7 @@ def search(
     Raises:
       InputError: see `make_plan`; or nothing divides the model over so many chips.
     """
-    if getattr(config.mesh, "sampler", 0):
+    if config.mesh.sampler:
         raise InputError(
             "plan: --search chooses the mesh of all chips; leave mesh.sampler at 0 (--set mesh.sampler=0)."
         )
@@ -199,7 +214,9 @@ def _pages(config: Config, model: ModelConfig, plan: Plan, work: Workload) -> in
     waits = sum(
         update.get(role, 0) for role in ("master weights", "optimiser", "reference", "critic", "teacher")
     )
-    copy = 2 * model.num_parameters / (plan.mesh["fsdp"] * plan.mesh["tensor"])
+    experts = model.num_layers * model.mlp_parameters if model.num_experts else 0
+    parameters = model.num_parameters - experts + experts / plan.mesh["expert"]
+    copy = 2 * parameters / (plan.mesh["fsdp"] * plan.mesh["context"] * plan.mesh["tensor"])
     free = _HEADROOM * plan.chip.hbm_bytes - waits - copy
     own = pages_for(work.context, work.page_size)
     wanted = 1 + own * min(work.slots, work.samples) + 2 * own

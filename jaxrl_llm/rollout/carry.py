@@ -1,9 +1,14 @@
-"""What a run carries over its train steps as JSON values, exactly: arrays keep every bit, their type and their shape."""
+"""What a run carries over its train steps as JSON values, exactly: arrays keep every bit, their type and their shape.
+
+What JSON has no word for is written as a mapping with one of the keys of `_MARKS`: arrays, tuples, numbers that are not
+finite, and mappings whose keys are not texts.
+"""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +16,8 @@ import numpy as np
 
 from jaxrl_llm.sampler.base import Completion
 from jaxrl_llm.types import Prompt, StopReason, Trajectory
+
+_MARKS = frozenset({"array", "float", "items", "tuple"})
 
 __all__ = ["completion_of", "from_data", "to_data", "trajectory_of_data"]
 
@@ -30,9 +37,15 @@ def to_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): to_data(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
+        if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+            return {key: to_data(entry) for key, entry in value.items()}
+        return {"items": [[to_data(key), to_data(entry)] for key, entry in value.items()]}
+    if isinstance(value, list):
         return [to_data(entry) for entry in value]
+    if isinstance(value, tuple):
+        return {"tuple": [to_data(entry) for entry in value]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise TypeError(f"{type(value).__name__} is no JSON value.")
@@ -44,6 +57,12 @@ def from_data(data: Any) -> Any:
         if set(data) == {"array", "dtype", "shape"}:
             raw = base64.b64decode(data["array"])
             return np.frombuffer(raw, np.dtype(data["dtype"])).reshape(data["shape"]).copy()
+        if set(data) == {"items"}:
+            return {from_data(key): from_data(value) for key, value in data["items"]}
+        if set(data) == {"tuple"}:
+            return tuple(from_data(entry) for entry in data["tuple"])
+        if set(data) == {"float"}:
+            return float(data["float"])
         return {key: from_data(value) for key, value in data.items()}
     return [from_data(value) for value in data] if isinstance(data, list) else data
 

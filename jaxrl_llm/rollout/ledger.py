@@ -138,14 +138,17 @@ class Ledger:
         return metrics, lines
 
     def state(self) -> dict[str, Any]:
-        """The counts of the run as JSON values. Call it between steps."""
+        """The counts of the run, and of the step that has begun, as JSON values."""
         return {
             "sums": {reason: dataclasses.astuple(sums) for reason, sums in self._sums.items()},
+            "step": {reason: dataclasses.astuple(sums) for reason, sums in self._step.items()},
+            "cells": [[*cell, samples] for cell, samples in self._cells.items()],
             "warned": self._warned,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`."""
-        self._cells, self._step = {}, {}
         self._sums = {reason: _Sums(*sums) for reason, sums in state["sums"].items()}
+        self._step = {reason: _Sums(*sums) for reason, sums in state.get("step", {}).items()}
+        self._cells = {(reason, task, at): samples for reason, task, at, samples in state.get("cells", [])}
         self._warned = bool(state["warned"])

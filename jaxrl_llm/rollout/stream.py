@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
@@ -36,7 +37,7 @@ from jaxrl_llm.sampler.engine import Carried, Engine
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.types import Prompt, Trajectory
 
-__all__ = ["Schedule", "Stream", "StreamState", "in_time"]
+__all__ = ["Schedule", "Stream", "StreamState", "batch_of", "in_time"]
 
 Late = Literal["wait", "drop"]
 Swap = Literal["keep", "recompute", "drain"]
@@ -101,6 +102,44 @@ def in_time(oldest: Iterable[int], version: int, schedule: Schedule) -> bool:
     return True
 
 
+def check_carried(prompt: Prompt) -> None:
+    """Refuses a prompt that no snapshot could hold while it is under way, before it is sampled.
+
+    Raises:
+      InputError: something in its payload is neither a JSON value nor an array.
+    """
+    for name, value in prompt.payload.items():
+        try:
+            to_data(value)
+        except TypeError as error:
+            raise InputError(
+                f"task {prompt.task}: {name!r} in the payload of prompt {prompt.uid} cannot be written into a snapshot: {error} "
+                "With a schedule, snapshots hold the prompts under way: give texts, numbers, lists, mappings or NumPy arrays."
+            ) from None
+
+
+def batch_of(
+    groups: Sequence[tuple[list[Trajectory], bool]], replaced: Sequence[list[Trajectory]]
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """(what is trained on, what was sampled for it): groups numbered from 0, those that were replaced after the others.
+
+    Args:
+      groups: with whether they are trained on; of the others nothing is left in the masks that train.
+      replaced: groups that others took the place of.
+    """
+    numbered = [
+        dataclasses.replace(t, group=number)
+        for number, group in enumerate([*(group for group, _ in groups), *replaced])
+        for t in group
+    ]
+    trained = [kept for group, kept in groups for _ in group]
+    batch = [
+        t if kept else dataclasses.replace(t, mask=np.zeros_like(t.mask))
+        for t, kept in zip(numbered, trained, strict=False)
+    ]
+    return batch, numbered
+
+
 class _Prompts(Protocol):
     def next_batch(self, n: int) -> list[Prompt]: ...
 
@@ -125,6 +164,7 @@ class _Ready:
     number: int
     oldest: int  # version of its oldest sampled token
     trajectories: list[Trajectory]
+    trained: bool = True  # False: it says nothing, and only fills the batch
 
 
 class Stream:
@@ -160,6 +200,8 @@ class Stream:
         self._served: int | None = None  # version of the weights in the engine
         self._recompute = False  # the next swap follows a barrier
         self._drops = 0  # uninformative groups in this train step
+        self._replaced: list[list[Trajectory]] = []  # those that were dropped since a batch was taken
+        self.sampled: list[Trajectory] = []  # see `next_batch`
         self._restored = False  # groups were taken up from a state, and no batch has been taken since
         self._taken_at = 0  # ticks when the last batch was taken
         self.ticks = 0  # since the run began
@@ -176,7 +218,9 @@ class Stream:
           on_progress: called after every tick with the samples that the batch has.
 
         Returns:
-          (trajectories, figures of what was sampled and of how old it is).
+          (trajectories, figures of what was sampled and of how old it is). `sampled` has then what figures of rewards
+          and lengths are taken of: these, all with their masks, and after them the groups that were replaced because
+          they said nothing. A mean over what was kept would be drawn towards one half.
         """
         if not (self.schedule.ahead and self._complete(version)):
             self.serve(params, version)
@@ -221,6 +265,7 @@ class Stream:
             raise RuntimeError("stream: prompts are submitted to an engine with weights.")
         missing = self.schedule.outstanding - len(self._open) - len(self._ready)
         for prompt in self._source.next_batch(missing) if missing > 0 else []:
+            check_carried(prompt)
             ids = self._engine.submit(prompt, self.sampling)
             members = {id: index for index, id in enumerate(ids)}
             self._open[self._submitted] = _Group(self._submitted, prompt, members)
@@ -259,9 +304,11 @@ class Stream:
             if self._drops < self.schedule.max_drops:
                 self._drops += 1
                 self.ledger.count_trajectories("uninformative", trajectories)
+                self._replaced.append(trajectories)
                 return
             # The limit is reached: the group fills the batch and trains nothing.
-            trajectories = [dataclasses.replace(t, mask=np.zeros_like(t.mask)) for t in trajectories]
+            self._ready.append(_Ready(group.number, oldest, trajectories, trained=False))
+            return
         self._ready.append(_Ready(group.number, oldest, trajectories))
 
     def _cancel(self, id: int) -> Completion | None:
@@ -320,12 +367,12 @@ class Stream:
                 f"stream: a group sampled from version {too_old[0].oldest} reached the train step from {version}, beyond "
                 f"max_age={schedule.max_age}."
             )
-        trajectories = [
-            dataclasses.replace(t, group=number)
-            for number, group in enumerate(sorted(chosen, key=lambda group: group.number))
-            for t in group.trajectories
-        ]
-        self.ledger.count_trajectories(TRAINED, trajectories)
+        chosen = sorted(chosen, key=lambda group: group.number)
+        trajectories, self.sampled = batch_of(
+            [(group.trajectories, group.trained) for group in chosen], self._replaced
+        )
+        self._replaced = []
+        self.ledger.count_trajectories(TRAINED, self.sampled[: len(trajectories)])
         self.ledger.count_trajectories("no_signal", [t for t in trajectories if t.reward is None])
         figures = {
             "rollout/ticks": float(self.ticks - self._taken_at),
@@ -356,6 +403,7 @@ class Stream:
             rows=[(*owner[id], carry) for id, carry in carried],
             ready=list(self._ready),
             ledger=self.ledger.state(),
+            replaced=list(self._replaced),
         )
 
     def restore(self, state: StreamState) -> None:
@@ -365,7 +413,7 @@ class Stream:
         """
         self._submitted, self.ticks, self._taken_at = state.submitted, state.ticks, state.taken_at
         self._restored = bool(state.open or state.ready)
-        self._ready = list(state.ready)
+        self._ready, self._replaced = list(state.ready), list(state.replaced)
         self.ledger.restore(state.ledger)
         self._open = {number: _Group(number, prompt, {}, list(done)) for number, prompt, done in state.open}
         self._engine, self._served, self._recompute = None, None, True
@@ -388,6 +436,9 @@ class StreamState:
     rows: list[tuple[int, int, Carried]]  # number of the group, index of the sample; first served first
     ready: list[_Ready]
     ledger: dict[str, Any]
+    replaced: list[list[Trajectory]] = dataclasses.field(
+        default_factory=list
+    )  # uninformative groups of the next batch
 
     def as_data(self) -> dict[str, Any]:
         """JSON values."""
@@ -400,8 +451,9 @@ class StreamState:
                 [number, index, to_data(row.so_far), row.begun, row.priority]
                 for number, index, row in self.rows
             ],
-            "ready": [[g.number, g.oldest, to_data(g.trajectories)] for g in self.ready],
+            "ready": [[g.number, g.oldest, to_data(g.trajectories), g.trained] for g in self.ready],
             "ledger": to_data(self.ledger),
+            "replaced": to_data(self.replaced),
         }
 
     @classmethod
@@ -420,8 +472,9 @@ class StreamState:
                 for number, index, row, begun, priority in data["rows"]
             ],
             ready=[
-                _Ready(number, oldest, [trajectory_of_data(t) for t in trajectories])
-                for number, oldest, trajectories in data["ready"]
+                _Ready(number, oldest, [trajectory_of_data(t) for t in trajectories], *trained)
+                for number, oldest, trajectories, *trained in data["ready"]
             ],
-            ledger=data["ledger"],
+            ledger=from_data(data["ledger"]),
+            replaced=[[trajectory_of_data(t) for t in group] for group in data.get("replaced", [])],
         )

@@ -328,6 +328,8 @@ class Engine:
         there = None if self._prefill_on is None else jax.device_put(weights, self._prefill_on)
         state = prefill_cache = None
         if self._weights is None:
+            if self._mesh is None:
+                self.config = on_mesh(self.config, _mesh_of(here))
             state = decode.init_state(
                 self.config,
                 self.stats.slots,
@@ -1115,6 +1117,14 @@ def check_params(params: Any, config: ModelConfig) -> None:
             f"sampler: params do not fit the config of the sampler: {'; '.join(wrong[:3])}"
             f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Pass the params of that model."
         )
+
+
+def _mesh_of(weights: Any) -> jax.sharding.Mesh | None:
+    """The mesh that weights are spread over, if it has the axes that experts are split over."""
+    spread = everywhere(weights)
+    if spread is None or not isinstance(spread.mesh, jax.sharding.Mesh):
+        return None
+    return spread.mesh if {"expert", "tensor"} <= set(spread.mesh.axis_names) else None
 
 
 def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:

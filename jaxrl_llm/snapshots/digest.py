@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.parallel.offload import fetched
+
 __all__ = ["fingerprint", "fingerprint_of", "leaf_records", "named_leaves"]
 
 _MASK = 0xFFFFFFFF
@@ -120,6 +122,7 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # 8 bytes a
 
 @functools.partial(jax.jit, static_argnames="spread")
 def _device_lanes(array, *, spread: bool):
+    array = fetched(array)
     if array.dtype == jnp.bool_:
         words = array.astype(jnp.uint32)
     elif array.dtype.name in _PACKED_INTEGERS:

@@ -35,7 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.diagnostics.redact import redact
-from jaxrl_llm.errors import DamagedError, InputError, SnapshotError
+from jaxrl_llm.errors import DamagedError, InputError, MisfitError, SnapshotError
 from jaxrl_llm.parallel.agree import do_on_first, is_first, on_first, several, together
 from jaxrl_llm.snapshots.digest import dtype_of, fingerprint, is_key, leaf_records, named_leaves
 from jaxrl_llm.snapshots.leaves import (
@@ -251,6 +251,15 @@ class SnapshotStore:
         """The JSON of one snapshot (default: the newest that can be read)."""
         return self._first_usable(version, lambda v: together(lambda: self._read_texts(v)))[1]
 
+    def shapes(self, version: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every leaf of one snapshot, by path; reads no array.
+
+        Raises:
+          InputError: no such snapshot, or it is damaged.
+        """
+        manifest = self._first_usable(version, lambda v: (together(lambda: self._read_manifest(v)), None))[0]
+        return {name: tuple(record["shape"]) for name, record in manifest["leaves"].items()}
+
     def restore(self, version: int | None = None, *, like: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a snapshot onto the structure, shardings, dtypes and host types of `like`.
 
@@ -271,7 +280,11 @@ class SnapshotStore:
 
         def read(found: int) -> tuple[Any, dict[str, Any]]:
             manifest, meta = together(lambda: self._read_texts(found))
-            self._check_fit(found, manifest, wanted)
+            try:
+                self._check_fit(found, manifest, wanted)
+            except MisfitError as error:
+                error.config = meta.get("config")
+                raise
             leaves = self._read_leaves(found, manifest, wanted)
             return jax.tree.unflatten(structure, [leaves[name] for name in wanted]), meta
 
@@ -386,6 +399,13 @@ class SnapshotStore:
                 f"Snapshot {version} in {self.directory} has format {manifest['format']}; this version of "
                 f"jaxrl-llm reads up to {_FORMAT}. Update jaxrl-llm."
             )
+        if (
+            manifest["version"] != version
+        ):  # going on from it would take its neighbours for the future, and delete them
+            raise InputError(
+                f"{self.directory / str(version)} holds snapshot {manifest['version']}: it was renamed, copied or linked there. "
+                f"Rename it to {manifest['version']} again, or move it elsewhere."
+            )
         return manifest
 
     def _read_meta(self, version: int, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -410,7 +430,7 @@ class SnapshotStore:
                 problems.append(f"{name}: dtype {record['dtype']} in the snapshot, {dtype_of(leaf)} here")
         if problems:
             more = f"\n  … and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise InputError(
+            raise MisfitError(
                 f"Snapshot {version} in {self.directory} does not fit this run ({len(problems)} leaves differ):\n  "
                 + "\n  ".join(problems[:8])
                 + more
@@ -495,6 +515,8 @@ class SnapshotStore:
             except DamagedError:
                 self._damaged.add(version)
                 self._metrics[version] = None
+            except InputError:  # of a newer format, or of another version: nothing to rank by
+                self._metrics[version] = None
         return self._metrics[version]
 
     def _retain(self) -> None:
@@ -516,7 +538,11 @@ class SnapshotStore:
                 self._delete(version)
 
     def _delete(self, version: int) -> None:
-        self._manager.delete(version)
+        path = self.directory / str(version)
+        if on_first(path.is_symlink):  # what lies elsewhere was put there by the user, and stays
+            do_on_first(path.unlink)
+        else:
+            self._manager.delete(version)
         self._damaged.discard(version)
         self._metrics.pop(version, None)
 

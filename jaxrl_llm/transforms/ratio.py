@@ -57,15 +57,16 @@ def token_ratio(anchor: str = "behavior"):
 
 @stage(reads=_reads, writes=("loss.log_ratio",))
 def sequence_ratio(anchor: str = "behavior"):
-    """log s = mean over the trained tokens of the sequence of log π_t - log anchor_t (GSPO, arXiv 2507.18071, eq. 7).
+    """log s = mean over the counted tokens of the sequence of log π_t - log anchor_t (GSPO, arXiv 2507.18071, eq. 7).
 
-    The gradient goes through s, to all tokens of the sequence.
+    The gradient goes through s, to all tokens of the mean: to those with a weight of 0, too, and not to those that a
+    stage with renormalize=True has dropped from the batch.
     """
     checks.choice("sequence_ratio", "anchor", anchor, ANCHORS)
 
     def apply(loss, batch):
         there = require("sequence_ratio", batch, f"logprob_{anchor}")
-        return _write(loss, batch, ratios.sequence_log_ratio(loss.logprob, there, batch.sequence, batch.mask))
+        return _write(loss, batch, ratios.sequence_log_ratio(loss.logprob, there, batch.sequence, loss.mask))
 
     return apply
 
@@ -82,7 +83,7 @@ def sequence_ratio_per_token(anchor: str = "behavior"):
     def apply(loss, batch):
         there = require("sequence_ratio_per_token", batch, f"logprob_{anchor}")
         return _write(
-            loss, batch, ratios.sequence_log_ratio_per_token(loss.logprob, there, batch.sequence, batch.mask)
+            loss, batch, ratios.sequence_log_ratio_per_token(loss.logprob, there, batch.sequence, loss.mask)
         )
 
     return apply

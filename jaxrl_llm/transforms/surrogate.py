@@ -182,7 +182,7 @@ def geometric_surrogate(low: float = 0.4, high: float = 0.4):
 
     def apply(loss, batch):
         advantage = batch.advantage.astype(loss.logprob.dtype)
-        ratio = surrogates.geometric_ratio(loss.log_ratio, advantage, batch.sequence, batch.mask, low, high)
+        ratio = surrogates.geometric_ratio(loss.log_ratio, advantage, batch.sequence, loss.mask, low, high)
         below = (advantage < 0) & (loss.log_ratio < -low)
         loss = log_clipped(loss, below, (advantage > 0) & (loss.log_ratio > high))
         return loss.replace(policy=-advantage * ratio)
@@ -235,7 +235,7 @@ def vespo_surrogate(
             loss.log_ratio,
             advantage,
             batch.sequence,
-            batch.mask,
+            loss.mask,
             (k_positive, lam_positive),
             (k_negative, lam_negative),
         )

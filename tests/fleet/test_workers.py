@@ -21,6 +21,12 @@ from jaxrl_llm.fleet.workers import Workers, check_fleet
             2,
             r"schedule.over_generation is 1.* Set schedule.over_generation=0",
         ),
+        (
+            ["schedule.max_age=2", "schedule.over_generation=1", "mesh.sampler=1"],
+            2,
+            r"schedule.swap is keep.*mesh.sampler is 1.*over_generation is 1.*Set schedule.swap=drain and mesh.sampler=0 and "
+            r"schedule.over_generation=0",
+        ),
         ([], -1, r"must be at least 1, got -1"),
     ],
 )

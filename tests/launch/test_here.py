@@ -266,6 +266,29 @@ def test_a_command_that_is_not_there_is_bad_input(tmp_path):
     assert "no such program cannot be started: No such file or directory" in result.stderr
 
 
+def test_jaxrl_is_looked_for_beside_this_python_and_else_said_to_be_missing(tmp_path):
+    import sysconfig
+
+    environment = {**os.environ, "PATH": "/usr/bin:/bin"}
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    root = TPU_RUN.parents[1]
+    command = [python, TPU_RUN, "--config", root / "configs/tiny.yaml", "--run", tmp_path / "run"]
+    environment["PYTHONPATH"] = sysconfig.get_paths()["stdlib"]
+
+    def started():
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+
+    missing = started()
+    assert missing.returncode == 2 and not (tmp_path / "run").exists()
+    assert "no program jaxrl on PATH" in missing.stderr and "pip install -e" in missing.stderr
+    (python.parent / "jaxrl").write_text('#!/bin/sh\necho found with "$@"\n')
+    (python.parent / "jaxrl").chmod(0o755)
+    found = started()
+    assert found.returncode == 0 and "found with train" in found.stdout
+
+
 @pytest.mark.slow
 def test_a_real_run_stops_and_the_same_command_goes_on(tmp_path):
     (tmp_path / "jaxrl").write_text(

@@ -80,7 +80,8 @@ def gap(found, batch):
     return np.abs(np.asarray(found) - np.asarray(batch.logprob_behavior))[mask]
 
 
-@pytest.mark.parametrize("row_tokens", [pytest.param(None, marks=pytest.mark.slow), 96])
+@pytest.mark.slow
+@pytest.mark.parametrize("row_tokens", [None, 96])
 def test_the_learner_finds_the_log_probs_of_the_sampler(row_tokens):
     batch = packed(row_tokens)
     assert batch.support_ids.shape == (*batch.shape, 64)

@@ -326,6 +326,7 @@ PINNED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"micro_batch_rows": 3, "remat": "dots", "chunk": 5}])
 def test_ways_of_computing_change_no_result(options):
     for a, b in zip(jax.tree.leaves(sgd_result()), jax.tree.leaves(sgd_result(**options)), strict=True):

@@ -6,21 +6,16 @@ import json
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from jaxrl_llm import recipes
-from jaxrl_llm.learner.state import init_state
-from jaxrl_llm.learner.update import make_prepare, make_update_step
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.ops.logprobs import token_logprobs
-from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.sampler.rescore import ExactScorer
-from jaxrl_llm.types import Prompt, TokenBatch
+from jaxrl_llm.types import Prompt
 
 QWEN3 = dataclasses.replace(TINY, family="qwen3", qk_norm=True, head_dim=32, tie_embeddings=False)
 QWEN2 = dataclasses.replace(TINY, family="qwen2", attention_bias=True)
@@ -79,37 +74,3 @@ def test_a_saved_model_is_read_back_bit_for_bit(family, tmp_path):
     assert json.loads((folder / "config.json").read_text())["model_type"] == family
     count = sum(x.size for x in jax.tree.leaves(loaded.params))
     assert loaded.config.num_parameters == count
-
-
-def batch(rows=8, tokens=16):
-    rng = np.random.default_rng(0)
-    mask = np.broadcast_to(np.arange(tokens) >= 3, (rows, tokens))
-    return TokenBatch.from_rows(
-        rng.integers(3, 128, (rows, tokens)),
-        mask,
-        group=np.arange(rows) // 4,
-        reward=np.arange(rows) % 2 * np.float32(1),
-        logprob_behavior=np.where(mask, -4.5, 0).astype(np.float32),
-    )
-
-
-def updated(family, mesh):
-    """(parameters after a step of gradient descent, metrics)."""
-    config, objective, optimizer = CONFIGS[family], recipes.grpo(), optax.sgd(0.1)
-    params = jax.tree.map(lambda x: x.copy(), model(family))
-    state = init_state(params, optimizer, objective, key=jax.random.key(1), config=config, mesh=mesh)
-    prepared, objective_state = make_prepare(objective, mesh)(batch(), state.objective_state)
-    state = dataclasses.replace(state, objective_state=objective_state)
-    state, metrics = make_update_step(objective, config, optimizer, mesh)(state, prepared)
-    return jax.tree.map(np.asarray, state.params), {k: float(m.value) for k, m in metrics.items()}
-
-
-@pytest.mark.slow
-@families
-def test_a_mesh_changes_no_number(family):
-    expected_params, expected = updated(family, None)
-    params, metrics = updated(family, make_mesh(2, 2, 2))
-    for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
-    assert expected["grad_norm"] > 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, expected_params)

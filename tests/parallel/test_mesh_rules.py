@@ -16,12 +16,20 @@ from jaxrl_llm.parallel.transfer import transfer
 from jaxrl_llm.recipes import grpo
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 1, 2), (1, 4, 1, 1), (2, 1, 2, 2)])
-def test_mesh_has_the_four_axes_under_automatic_placement(sizes):
-    data, fsdp, expert, tensor = sizes
-    mesh = make_mesh(data, fsdp, tensor, expert=expert)
-    assert tuple(mesh.shape.values()) == sizes and mesh.axis_names == ("data", "fsdp", "expert", "tensor")
-    assert mesh.axis_types == (AxisType.Auto,) * 4
+@pytest.mark.parametrize(
+    "sizes", [(8, 1, 1, 1, 1), (2, 2, 1, 1, 2), (1, 4, 1, 1, 1), (2, 1, 2, 1, 2), (1, 2, 1, 2, 2)]
+)
+def test_mesh_has_the_five_axes_under_automatic_placement(sizes):
+    data, fsdp, expert, context, tensor = sizes
+    mesh = make_mesh(data, fsdp, tensor, expert=expert, context=context)
+    assert tuple(mesh.shape.values()) == sizes and mesh.axis_names == (
+        "data",
+        "fsdp",
+        "expert",
+        "context",
+        "tensor",
+    )
+    assert mesh.axis_types == (AxisType.Auto,) * 5
     assert batch_shards(mesh) == data * fsdp * expert
 
 
@@ -45,7 +53,7 @@ def test_impossible_meshes_are_refused(arguments, message):
 
 
 def test_rules_are_strict():
-    assert partition_spec(("layers", "embed", "mlp")) == PartitionSpec(None, "fsdp", "tensor")
+    assert partition_spec(("layers", "embed", "mlp")) == PartitionSpec(None, ("fsdp", "context"), "tensor")
     assert partition_spec((None,)) == PartitionSpec(None)
     with pytest.raises(
         ValueError, match="no rule for the logical axis 'expert'.*Known: embed, experts, heads"
@@ -71,6 +79,14 @@ def test_a_rule_for_an_axis_that_the_mesh_lacks_is_named():
         param_shardings(TINY, make_mesh(), {**DEFAULT_RULES, "mlp": "model"})
 
 
+def test_places_are_written_as_programs_write_them():
+    """Else the second call of a step, with what the first returned, would compile it once more."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(TINY, make_mesh(1, 4, 1)))
+    assert specs["final_norm"] == specs["layers"]["attn_norm"] == PartitionSpec()
+    assert specs["layers"]["gate"] == PartitionSpec(None, "fsdp")  # and not (None, "fsdp", "tensor")
+    assert specs["layers"]["down"] == PartitionSpec(None, None, "fsdp")
+
+
 def test_moments_lie_where_their_parameters_lie():
     mesh = make_mesh(2, 2, 2)
     objective, optimizer = grpo(), make_optimizer(1e-3, weight_decay=0.1)
@@ -82,7 +98,7 @@ def test_moments_lie_where_their_parameters_lie():
     shardings = state_shardings(state, optimizer, TINY, mesh)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     split = [s.spec for s in jax.tree.leaves(shardings.params)]
-    assert PartitionSpec(None, "fsdp", "tensor") in split
+    assert PartitionSpec(None, ("fsdp", "context"), "tensor") in split
     assert [s.spec for s in jax.tree.leaves(shardings.reference)] == split
     moments = [s.spec for s in jax.tree.leaves(shardings.opt_state) if s.spec != PartitionSpec()]
     assert moments == [spec for spec in split if spec != PartitionSpec()] * 2

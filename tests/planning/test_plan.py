@@ -1,5 +1,6 @@
 """The parts of `jaxrl plan` that need no compiler for TPUs: shapes by name, meshes, the search's formula, errors."""
 
+import dataclasses
 import glob
 import math
 import re
@@ -12,12 +13,13 @@ from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config, parse_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, topology_of
+from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.plan import compile_program
+from jaxrl_llm.planning.plan import compile_program, make_plan
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
+from launch.topology import GENERATIONS
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,16 @@ def test_the_shape_of_a_folder_needs_its_config_alone(tmp_path):
         (("--topology", "v5q:4x4"), r"no such kind of TPU.*Did you mean v5"),
         (("--topology", "v5p"), r"KIND:SHAPE"),
         (("--topology", "v5p:4by4"), r"two or three sizes"),
+        (
+            ("--topology", "v5p-100"),
+            r"counts TensorCores, two a chip. Nearest: v5p-64 .v5p:2x4x4., v5p-128 .v5p:4x4x4.",
+        ),
+        (
+            ("--topology", "v5litepod-12"),
+            r"counts chips. Nearest: v5litepod-8 .v5e:2x4., v5litepod-16 .v5e:4x4.",
+        ),
+        (("--topology", "tpu7x-64"), r"write its shape"),
+        (("--topology", "v3-8"), r"no such kind of TPU"),
         (("--topology", "v5p:4x4x4", "--slices", "0"), r"--slices"),
         (("--topology", "v5p:4x4x4", "--programs", "updat"), r"no program 'updat'"),
         (("--topology", "v5p:4x4x4", "--set", "objective=dpo"), r"jaxrl sft"),
@@ -80,6 +92,13 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch, capsys):
         topology_of("v5e:2x2")
 
 
+def test_accelerator_types_are_the_shapes_that_the_launcher_has_for_them():
+    for name, kind in GENERATIONS.items():
+        largest = max(kind.shapes)
+        for number in range(2 * largest):
+            assert shape_of_type(name, number) == kind.shapes.get(number), (name, number)
+
+
 class Device:
     """As much of a device as a mesh reads."""
 
@@ -95,8 +114,10 @@ def topology(chips, kind="v5p", slices=1):
 
 
 def test_a_mesh_that_does_not_take_all_chips_is_refused_with_sizes_that_do():
-    with pytest.raises(InputError, match="takes 8 devices.*has 16.*mesh.fsdp=16"):
-        device_mesh(topology(16), {"data": 1, "fsdp": 4, "tensor": 2})
+    with pytest.raises(
+        InputError, match="mesh.expert=1 x mesh.tensor=2 takes 8 devices.*has 16.*mesh.fsdp=16"
+    ):
+        device_mesh(topology(16), {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
     with pytest.raises(InputError, match="2 slices must divide mesh.data"):
         device_mesh(topology(16, slices=2), {"data": 1, "fsdp": 8, "tensor": 2})
 
@@ -106,7 +127,7 @@ def test_the_work_of_a_train_step_follows_from_the_config():
         {
             "model": {"max_context": 1000},
             "rollout": {"prompts": 5, "group_size": 4, "max_tokens": 600},
-            "learner": {"micro_batch_rows": 8, "pad_to_multiple": 128, "minibatches": 2},
+            "learner": {"micro_batch_rows": 8, "minibatches": 2},
             "sampler": {"slots": 16, "page_size": 64},
         }
     )
@@ -149,6 +170,41 @@ def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, s
         assert many.sent < few.sent and many.bytes > few.bytes
         # Copies of the parameters take more room than shards of them.
         assert by_sizes[16, 1, 4, 16].bytes > few.bytes
+
+
+def test_the_search_splits_the_tokens_of_long_rows_only():
+    config = load_config("configs/qwen3_8b_grpo_v5p_64.yaml")
+    model, chips = shape_of("hf://Qwen/Qwen3-8B", "bfloat16"), topology(64)
+    assert {c.sizes["context"] for c in candidates(model, workload_of(config), chips)} == {1}
+    long = dataclasses.replace(config, learner=dataclasses.replace(config.learner, row_tokens=131_072))
+    found = list(candidates(model, workload_of(long), chips))
+    assert {c.sizes["context"] for c in found} == {1, 2, 4, 8, 16, 32, 64}
+    assert all(math.prod(c.sizes.values()) == 64 for c in found)
+    by_sizes = {(*(c.sizes[axis] for axis in ("data", "fsdp", "context")), c.micro_rows): c for c in found}
+    # A row of each shard at a time, with its tokens on 16 chips or on one.
+    split, whole = by_sizes[1, 4, 16, 4], by_sizes[1, 64, 1, 64]
+    assert split.bytes < whole.bytes / 4 and split.bytes < chips.chip.hbm_bytes
+    assert whole.bytes < 2**40  # not all scores of a row, 2 TB
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ("qwen3_8b_grpo_v5p_64", ["mesh.expert=2"], "mesh.expert: 2 shards.*Qwen3-8B has none.*mesh.fsdp=32"),
+        ("qwen3_30b_a3b_gspo_v5p_128", ["mesh.expert=3"], "has 128 experts.*1, 2, 4, 8, 16, 32, 64, 128"),
+    ],
+)
+def test_shards_of_experts_that_there_cannot_be_are_refused_before_the_topology(config, overrides, message):
+    with pytest.raises(InputError, match=message):
+        make_plan(load_config(f"configs/{config}.yaml", overrides), "no such topology")
+
+
+def test_the_search_proposes_settings_that_there_are():
+    config = load_config("configs/qwen3_30b_a3b_gspo_v5p_128.yaml")
+    model = shape_of(config.model.source, config.model.dtype)
+    found = next(c for c in candidates(model, workload_of(config), topology(128)) if c.sizes["expert"] == 8)
+    again = load_config("configs/qwen3_30b_a3b_gspo_v5p_128.yaml", found.overrides)
+    assert again.mesh.expert == 8 and again.mesh.learner == 128
 
 
 def test_the_search_spreads_experts_and_what_a_token_takes_of_them_counts():

@@ -11,12 +11,15 @@ import pytest
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config
 from jaxrl_llm.planning.plan import make_plan
+from jaxrl_llm.planning.programs import forward_flops
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
-# What samples, of every config. Their updates take minutes each to compile; the whole plan of a small model is below.
+# What samples, of every config. Their updates take minutes each to compile (what they said is at the heads of the files);
+# the whole plans of small models are below.
 CASES = [
     ("qwen3_8b_grpo_v5p_64", "v5p:4x4x4", 1, ("transfer", "decode")),
+    ("qwen3_30b_a3b_gspo_v5p_128", "v5p:4x4x8", 1, ("decode",)),
     ("llama3_8b_dapo_v6e_64", "v6e:8x8", 1, ("decode",)),
     ("qwen3_1_7b_grpo_v5e_8", "v5e:2x4", 1, ("decode",)),
     ("async_qwen3_8b_2slices", "v5p:2x2x4", 2, ("transfer", "prefill", "decode")),
@@ -40,11 +43,12 @@ if HAS_LIBTPU:
                 assert part.chips == 1 and part.cost.kernels  # the kernel of one chip reads the pages
         decode = [c for c in plan.compiled if c.program.name == "decode"]
         if decode:
-            # All products of a decode step: 2 FLOPs for each parameter and row, on the chips together at least.
-            steps = config.sampler.steps_per_dispatch
-            looked_up = 0 if plan.shape.tie_embeddings else plan.shape.vocab_size * plan.shape.hidden_size
-            least = steps * 2 * 0.9 * (plan.shape.num_parameters - looked_up)
+            # All products of a decode step: 2 FLOPs for each parameter that a row meets, on the chips together at least.
+            least = config.sampler.steps_per_dispatch * 0.9 * forward_flops(plan.shape, 1, 0)
             assert decode[0].cost.flops * decode[0].chips >= least * config.sampler.slots
+            # Experts stay where they are: it is the rows of a step that travel, not the weights.
+            weights = 2 * plan.shape.num_parameters / decode[0].chips
+            assert decode[0].cost.network_bytes("ICI") <= 0.5 * config.sampler.steps_per_dispatch * weights
 
     @pytest.mark.slow
     def test_a_whole_plan_of_a_tiny_model_is_one_json_object(capsys):
@@ -67,3 +71,22 @@ if HAS_LIBTPU:
         along = {tuple(c["axes"]) for c in update["collectives"] if c["bytes"] > 1000}
         assert ("fsdp",) in along and ("tensor",) in along
         assert not found["programs"]["transfer"]["ici_bytes"]
+
+    @pytest.mark.slow
+    def test_the_experts_of_a_tiny_mixture_are_spread(capsys):
+        """Tokens travel along the axis of experts in the update, and kernels multiply those of an expert."""
+        overrides = ("mesh.expert=2", "mesh.tensor=2", "model.source=tiny-moe", "model.dtype=bfloat16")
+        settings = [word for setting in overrides for word in ("--set", setting)]
+        programs = ["--programs", "update", "decode"]
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "configs/tiny.yaml", "--topology", "v5e:2x2", "--json", *settings, *programs])
+        assert ended.value.code == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["fits"] and found["mesh"]["expert"] == 2
+        update, decode = (found["programs"][name] for name in ("update", "decode"))
+        assert any("ragged" in kernel for kernel in update["kernels"])
+        # 64 rows of 64 tokens to the other half of the experts and back, in 2 layers at least.
+        along = sum(c["bytes"] for c in update["collectives"] if c["axes"] == ["expert"])
+        assert along >= 2 * (64 / 2) * 64 * 64 * (2 + 2)
+        # Of the weights, half of the experts lie on a chip, and half of their hidden units.
+        assert decode["memory"]["sampler weights"] < 2 * 0.6 * found["parameters"]

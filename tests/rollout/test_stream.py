@@ -1,15 +1,17 @@
 """The stream of rollouts: ages, what is dropped, and that a barrier changes nothing but the keys and values."""
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.rewards.score import Score
-from jaxrl_llm.rollout.carry import to_data, trajectory_of_data
-from jaxrl_llm.rollout.collect import staleness_metrics, trajectory_of
+from jaxrl_llm.rollout.carry import from_data, to_data, trajectory_of_data
+from jaxrl_llm.rollout.collect import rollout_metrics, staleness_metrics, trajectory_of
 from jaxrl_llm.rollout.stream import Schedule, Stream, StreamState
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.types import Prompt
@@ -272,6 +274,45 @@ def test_groups_that_say_nothing_are_replaced_up_to_a_limit(weights):
     assert figures["ledger/uninformative_samples"] == 4 * SAMPLES
     assert len(trajectories) == GROUPS * SAMPLES
     assert not any(t.mask.any() for t in trajectories)  # nothing of them is trained
+    # Figures are those of everything that was sampled: four groups that were replaced and three that fill the batch.
+    assert len(useless.sampled) == (4 + GROUPS) * SAMPLES
+    assert {t.group for t in useless.sampled} == set(range(4 + GROUPS))
+    sampled = rollout_metrics(useless.sampled)
+    assert sampled["rollout/no_signal_groups"] == 4 + GROUPS
+    assert sampled["rollout/tokens"] == sum(int(t.mask.sum()) for t in useless.sampled) > 0
+    assert useless.ledger.length_bias == pytest.approx(
+        np.mean([t.mask.sum() for t in useless.sampled[: GROUPS * SAMPLES]])
+        / np.mean([t.mask.sum() for t in useless.sampled])
+        - 1
+    )
+
+
+def test_what_is_dropped_ahead_is_counted_whether_or_not_a_snapshot_comes_between(weights):
+    """Rewards that say something for every other prompt, and a barrier after each batch."""
+
+    def judged(completions, group):
+        told = int(completions[0].prompt.uid[1:]) % 2
+        return [
+            trajectory_of(c, Score(float(told * c.index)), group=group, temperature=1.0) for c in completions
+        ]
+
+    counts, figures = [], []
+    for barrier in (False, True):
+        of = stream(Prompts(), plan(ahead=True, max_drops=6, swap="drain"), judge=judged)
+        lines, sampled = [], []
+        for version in range(4):
+            of.next_batch(weights(0), version)
+            lines.append(of.ledger.step())
+            sampled.append(rollout_metrics(of.sampled))
+            of.serve(weights(0), version)
+            of.advance(version + 1)
+            if barrier:
+                of.restore(StreamState.of(json.loads(json.dumps(of.state().as_data()))))
+        counts.append(lines)
+        figures.append(sampled)
+    assert counts[0] == counts[1] and figures[0] == figures[1]
+    assert counts[0][2][0]["ledger/uninformative_samples"] > 0
+    assert figures[0][2]["rollout/groups"] > GROUPS
 
 
 def test_records_survive_json(weights):
@@ -287,6 +328,26 @@ def test_records_survive_json(weights):
             np.testing.assert_array_equal(a, b)
     with pytest.raises(TypeError, match="set is no JSON value"):
         to_data({"x": {1, 2}})
+
+
+def test_payloads_come_back_as_they_were_and_what_cannot_is_refused_before_it_is_sampled(weights):
+    payload = {
+        "by number": {1: "one", 2.5: None, (3, "x"): [True]},
+        "pair": ("a", ["b", ("c",)]),
+        "missing": [float("-inf"), {"array": 1, "dtype": 2, "shape": 3}, {"tuple": [1]}],
+    }
+    text = json.dumps(to_data(payload), allow_nan=False)
+    assert from_data(json.loads(text)) == payload
+    assert np.isnan(from_data(json.loads(json.dumps(to_data(float("nan")), allow_nan=False))))
+
+    class Odd(Prompts):
+        def next_batch(self, n):
+            return [dataclasses.replace(p, payload={"answers": {1, 2}}) for p in super().next_batch(n)]
+
+    with pytest.raises(
+        InputError, match=r"task0: 'answers' in the payload of prompt p0 .*set is no JSON value"
+    ):
+        stream(Odd(), plan()).next_batch(weights(0), 0)
 
 
 def test_ages_of_tokens():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -254,6 +255,40 @@ for file in (folder / "2" / "params").rglob("d/*"):
 with SnapshotStore(folder) as store:
     store.restore(like=state)
 """
+
+
+@pytest.mark.parametrize("keep_the_original", [False, True])
+def test_a_snapshot_under_the_name_of_another_is_refused_and_nothing_is_deleted(tmp_path, keep_the_original):
+    with SnapshotStore(tmp_path, keep_best=1) as store:
+        for version in (1, 2):
+            store.save(version, make_state(version, version), {})
+    moved = tmp_path / "5"
+    (shutil.copytree if keep_the_original else shutil.move)(tmp_path / "2", moved)
+    with SnapshotStore(tmp_path, keep_best=1) as store:
+        for read in (
+            lambda: store.restore(like=make_state()),
+            lambda: store.restore_params(5),
+            store.meta,
+        ):
+            with pytest.raises(InputError, match=r"/5 holds snapshot 2: .*Rename it to 2 again"):
+                read()
+        store.save(7, make_state(7, 7), {}, metric=1.0)
+    assert (moved / "manifest").is_dir()
+
+
+def test_a_snapshot_that_was_moved_and_linked_is_used_and_retention_takes_the_link_only(tmp_path):
+    with SnapshotStore(tmp_path / "store") as store:
+        store.save(1, make_state(1, 1), {})
+        store.wait()
+        (tmp_path / "store" / "1").rename(tmp_path / "elsewhere")
+        (tmp_path / "store" / "1").symlink_to(tmp_path / "elsewhere")
+        state, _ = store.restore(like=make_state())
+        assert bits(state) == bits(make_state(1, 1))
+        for version in (2, 3):
+            store.save(version, make_state(), {})
+        store.wait()
+        assert store.versions() == [2, 3] and not (tmp_path / "store" / "1").is_symlink()
+    assert (tmp_path / "elsewhere" / "manifest").is_dir()
 
 
 def test_damage_is_told_in_one_warning(tmp_path):

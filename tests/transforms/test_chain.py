@@ -396,3 +396,41 @@ def test_drop_stale_by_the_age_of_each_token(batch, renormalize):
     if not renormalize:  # metrics are over the tokens that count
         np.testing.assert_allclose(metrics["age"].value, np.mean(age), rtol=1e-9)
     np.testing.assert_allclose(metrics["stale"].value, np.mean(age > 1), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (jrl.sequence_ratio(), jrl.clip_surrogate()),
+        (jrl.sequence_ratio_per_token(), jrl.clip_surrogate()),
+        (jrl.token_ratio(), jrl.geometric_surrogate()),
+        (jrl.token_ratio(), jrl.vespo_surrogate()),
+        (jrl.token_ratio(), jrl.clip_surrogate()),
+    ],
+    ids=lambda stages: "+".join(stage.info.name for stage in stages),
+)
+def test_tokens_that_a_stage_drops_from_the_batch_are_in_no_ratio_of_their_sequence(stages):
+    """Two stale tokens at the beginning of each answer: as if they had never been trained ones."""
+    random = np.random.default_rng(0)
+    behavior = random.normal(-1.0, 0.3, (4, 8)).astype(np.float32)
+    logprob = jnp.asarray(behavior + random.normal(0.0, 0.05, (4, 8)), jnp.float32)
+    columns = np.broadcast_to(np.arange(8), (4, 8))
+    given = {
+        "tokens": np.ones((4, 8), np.int32),
+        "group": [0, 0, 1, 1],
+        "reward": [1.0, 0.0, 0.0, 1.0],
+        "logprob_behavior": behavior,
+        "version": np.where(columns < 4, 3, 5),
+        "learner_version": 5,
+    }
+
+    def of(*begin, trained):
+        objective = jrl.chain(jrl.group_advantage(), *begin, jrl.normalize_by_sequence(), *stages)
+        batch = jrl.TokenBatch.from_rows(mask=columns >= trained, **given)
+        return jax.value_and_grad(lambda x: jrl.loss(objective, x, batch)[0])(logprob)
+
+    value, gradient = of(jrl.drop_stale(0, renormalize=True), trained=2)
+    expected, expected_gradient = of(trained=4)
+    assert not gradient[:, :4].any() and gradient[:, 4:].any()
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
