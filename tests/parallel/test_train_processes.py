@@ -200,34 +200,34 @@ def test_ten_kills_of_one_of_two_processes(launch, tmp_path):
     recorded = read_jsonl(whole / "metrics.jsonl")
     step = float(np.median([row["time/total"] for row in recorded]))
     assert {row["time/processes"] for row in recorded} == {2}
-    assert sum(row["optimizer/grad_norm"] > 0 for row in recorded) > 16
+    assert sum(row["optimizer/grad_norm"] > 0 for row in recorded) > 12
     assert any(row["staleness/spans"] for row in recorded)
     assert any(row["ledger/over_generated_samples"] for row in recorded)
 
     chance, done = random.Random(0), 0
     for _ in range(10):
         process = start(broken)
-        if chance.random() < 0.4:
-            time.sleep(chance.uniform(0.2, 1.0) * starting)
+        if chance.random() < 0.6:
+            time.sleep(chance.uniform(0.1, 1.0) * starting)
         else:
             done = until_a_step(process, done + 1)
             time.sleep(chance.uniform(0, 3 * step))
         os.kill(worker(process, chance.randrange(2)), signal.SIGKILL)
         code, output = finish(process)
         assert code == 128 + signal.SIGKILL, output
-    assert 0 < len(rows(broken)) < 32
+    assert 0 < len(rows(broken)) < 24
     code, output = finish(start(broken))
     assert code == 0, output
     same_run(broken, whole)
     assert (broken / "ledger.jsonl").read_bytes() == (whole / "ledger.jsonl").read_bytes()
 
-    span = ("--from", "28", "--to", "32")
+    span = ("--from", "20", "--to", "24")
     code, output = finish(launch(2, devices=2, command=("jaxrl", "replay", str(broken), *span)))
     assert code == 0, output
-    assert "Train steps 29 to 32: every figure and sample is the same; the weights are the same." in output
+    assert "Train steps 21 to 24: every figure and sample is the same; the weights are the same." in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "broken", "logs", "whole"]
     with pytest.raises(InputError, match="made by 2 processes.*--num-processes 2 --devices-per-process 1"):
-        replay(broken, 28, 32)
+        replay(broken, 20, 24)
 
 
 def test_a_mesh_that_leaves_out_devices_is_refused_at_the_start(launch, tmp_path):
