@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.host import place
-from jaxrl_llm.parallel.offload import check_offload, fetched, host_shardings, put_back
+from jaxrl_llm.parallel.offload import check_offload, fetched, host_shardings, on_host, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
 from jaxrl_llm.transforms.adaptive import EXPERT_LOAD
 from jaxrl_llm.transforms.base import LossTransform
@@ -113,14 +113,15 @@ def init_state(
     return _laid_to_rest(state, offload)
 
 
-def _laid_to_rest(state: LearnerState, offload: Collection[str]) -> LearnerState:
-    def on_host(tree: Any) -> Any:
-        return jax.device_put(tree, host_shardings(tree, jax.tree.map(lambda x: x.sharding, tree)))
+def _on_host(tree: Any) -> Any:
+    return jax.device_put(tree, host_shardings(tree, jax.tree.map(lambda x: x.sharding, tree)))
 
+
+def _laid_to_rest(state: LearnerState, offload: Collection[str]) -> LearnerState:
     if "optimizer" in offload:
-        state = dataclasses.replace(state, opt_state=on_host(state.opt_state))
+        state = dataclasses.replace(state, opt_state=_on_host(state.opt_state))
     if "reference" in offload and state.reference is not None:
-        state = dataclasses.replace(state, reference=on_host(state.reference))
+        state = dataclasses.replace(state, reference=_on_host(state.reference))
     return state
 
 
@@ -152,7 +153,10 @@ def reset_reference(
     state = dataclasses.replace(state, reference=put_back(jax.tree.map(jnp.copy, state.params), before))
     if optimizer is None:
         return state
-    return dataclasses.replace(state, opt_state=put_back(optimizer.init(state.params), state.opt_state))
+    # Perhaps another optimiser, whose state has another structure.
+    resting = any(on_host(x) for x in jax.tree.leaves(state.opt_state))
+    anew = optimizer.init(state.params)
+    return dataclasses.replace(state, opt_state=_on_host(anew) if resting else anew)
 
 
 def move_reference(state: LearnerState, tau: float) -> LearnerState:

@@ -118,6 +118,13 @@ def test_a_snapshot_is_read_back_to_where_its_parts_rest(tmp_path):
         )
 
 
+def test_another_optimiser_rests_where_the_one_before_did():
+    momentum = optax.sgd(0.1, momentum=0.9)
+    for offload, there in ((BOTH, "pinned_host"), ((), "device")):
+        state = reset_reference(begin(None, offload), momentum)
+        assert memories(state.opt_state) == memories(state.reference) == {there}
+
+
 @pytest.mark.parametrize("given", ["optimizer", ("optimizer", "critic")])
 def test_what_cannot_rest_there_is_refused(given):
     with pytest.raises(ValueError, match="'optimizer' and 'reference'"):
