@@ -9,6 +9,8 @@ another shape, which on a CPU is the same for blocks of at least 16 tokens.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +21,18 @@ from jaxrl_llm.models.blockwise import (
     goes_in_blocks,
     seen,
     sight_of,
-    split_attention,
 )
 from jaxrl_llm.models.config import KeyBlocks
 from jaxrl_llm.parallel.rules import Layout
 
 __all__ = [
     "fold_keys",
+    "is_fused",
     "own_key",
     "scaled_queries",
     "segment_attention",
     "sight_for",
+    "split_attention",
     "sum_of_weights",
     "visible_tokens",
 ]
@@ -47,15 +50,24 @@ def visible_tokens(segments: Array) -> Array:
     return seen(sight, sight, columns, columns)
 
 
+def is_fused(layout: Layout | None = None) -> bool:
+    """Whether kernels compute the attention of these activations (`models.fused`): on TPUs.
+
+    Args:
+      layout: of the activations; its mesh may be of chips that are not there. None: on the default device.
+    """
+    return (jax.default_backend() if layout is None else layout.heads.mesh.devices.flat[0].platform) == "tpu"
+
+
 def sight_for(
     segments: Array, blocks: KeyBlocks | None = None, layout: Layout | None = None
 ) -> Array | Sight:
     """Who sees whom in rows of these segments, in the form that `segment_attention` takes it from.
 
-    That is `visible_tokens`, or, of rows whose T² scores are not to be made at once (`goes_in_blocks`), a `Sight`. An order
-    of keys that was asked for (`blocks`) needs all scores.
+    That is `visible_tokens`, or, of rows whose T² scores are not to be made at once (`goes_in_blocks`, and all where `is_fused`), a
+    `Sight`. An order of keys that was asked for (`blocks`) needs all scores.
     """
-    if blocks is None and goes_in_blocks(segments.shape[1], layout):
+    if blocks is None and (goes_in_blocks(segments.shape[1], layout) or is_fused(layout)):
         return sight_of(segments)
     return visible_tokens(segments)
 
@@ -72,24 +84,56 @@ def segment_attention(
     """Grouped-query attention of each token to those that it sees; [B, T, H, K].
 
     Scores and the softmax are f32 (f64 stays f64), as in the sampler. Query head h reads key/value head
-    h // (H / N). Padding (segment 0) attends to padding only and its result is never used.
+    h // (H / N). Padding (segment 0) attends to padding only, or to nothing, and its result is never used.
 
     Args:
-      visible: of `sight_for`; a `Sight` is computed block by block, see `models.blockwise`.
+      visible: of `sight_for`; a `Sight` is computed block by block, on TPUs by the kernels of `models.fused`, elsewhere
+        as in `models.blockwise`.
       blocks: the order in which keys are added up; None: that of one product over the row. Only last bits differ.
       positions_BT: i32[B, T], of the tokens in their sequences; read where `blocks.number` is set.
       layout: of the activations on a mesh.
     """
     if isinstance(visible, Sight):
+        attend: Callable[..., Array] = blockwise_attention
+        if is_fused(layout):
+            from jaxrl_llm.models.fused import fused_attention as attend  # what it needs takes long to import
         if layout is None:
-            return blockwise_attention(q_BTHK, k_BTNK, v_BTNK, visible)
-        return split_attention(layout, q_BTHK, k_BTNK, v_BTNK, visible)
+            return attend(q_BTHK, k_BTNK, v_BTNK, visible)
+        return split_attention(layout, q_BTHK, k_BTNK, v_BTNK, visible, attend)
     block = None
     if blocks is not None and blocks.number is not None:
         if positions_BT is None:
             raise ValueError("segment_attention: blocks by position need the positions.")
         block = jnp.minimum(positions_BT // blocks.size, blocks.number - 1)
     return _attention(blocks, q_BTHK, k_BTNK, v_BTNK, visible, block)
+
+
+def split_attention(
+    layout: Layout,
+    q_BTHK: Array,
+    k_BTNK: Array,
+    v_BTNK: Array,
+    sight: Sight,
+    attend: Callable[..., Array] = blockwise_attention,
+) -> Array:
+    """`attend(q, k, v, sight, axis=…)` on a mesh: rows, tokens and heads where `layout` has them.
+
+    Heads that do not divide over their mesh axis are computed by all of its devices.
+    """
+    mesh = layout.heads.mesh
+    rows, tokens, heads = layout.heads.spec
+    names = (heads,) if isinstance(heads, str) else tuple(heads or ())
+    if k_BTNK.shape[2] % math.prod(mesh.shape[name] for name in names):
+        heads = None
+    of_heads = jax.sharding.PartitionSpec(rows, tokens, heads)
+    axis = tokens if layout.context > 1 else None
+    return jax.shard_map(
+        functools.partial(attend, axis=axis),
+        mesh=mesh,
+        in_specs=(of_heads, of_heads, of_heads, jax.sharding.PartitionSpec(rows, tokens)),
+        out_specs=of_heads,
+        check_vma=False,
+    )(q_BTHK, k_BTNK, v_BTNK, sight)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

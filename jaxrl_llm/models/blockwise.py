@@ -17,7 +17,6 @@ block, K head dim.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.parallel.rules import Layout
 
-__all__ = ["Sight", "blockwise_attention", "goes_in_blocks", "seen", "sight_of", "split_attention"]
+__all__ = ["Sight", "blockwise_attention", "gathered", "goes_in_blocks", "seen", "sight_of"]
 
 Array = jax.Array
 
@@ -34,7 +33,10 @@ _LONGEST_WHOLE = 2048  # tokens of a row whose scores are made at once
 
 
 def goes_in_blocks(tokens: int, layout: Layout | None = None) -> bool:
-    """Whether rows of so many tokens take this path: long ones, and all whose tokens are split over devices."""
+    """Whether rows of so many tokens take this path: long ones, and all whose tokens are split over devices.
+
+    On TPUs kernels (`models.fused`) take the place of both paths.
+    """
     return tokens > _LONGEST_WHOLE or (layout is not None and layout.context > 1)
 
 
@@ -92,27 +94,6 @@ def blockwise_attention(
     return _attention(_Plan(block, axis), q_BTHK, k_BTNK, v_BTNK, sight)
 
 
-def split_attention(layout: Layout, q_BTHK: Array, k_BTNK: Array, v_BTNK: Array, sight: Sight) -> Array:
-    """`blockwise_attention` on a mesh: rows, tokens and heads where `layout` has them.
-
-    Heads that do not divide over their mesh axis are computed by all of its devices.
-    """
-    mesh = layout.heads.mesh
-    rows, tokens, heads = layout.heads.spec
-    names = (heads,) if isinstance(heads, str) else tuple(heads or ())
-    if k_BTNK.shape[2] % math.prod(mesh.shape[name] for name in names):
-        heads = None
-    of_heads = jax.sharding.PartitionSpec(rows, tokens, heads)
-    axis = tokens if layout.context > 1 else None
-    return jax.shard_map(
-        functools.partial(blockwise_attention, axis=axis),
-        mesh=mesh,
-        in_specs=(of_heads, of_heads, of_heads, jax.sharding.PartitionSpec(rows, tokens)),
-        out_specs=of_heads,
-        check_vma=False,
-    )(q_BTHK, k_BTNK, v_BTNK, sight)
-
-
 def _cut(x: Array, size: int, fill: int = 0) -> Array:
     """[B, T, ...] -> [blocks, B, size, ...]."""
     extra = -x.shape[1] % size
@@ -165,7 +146,7 @@ def _blocks(plan: _Plan, q: Array, k: Array, v: Array, sight: Sight) -> _Blocks:
     first, row = start, sight
     if plan.axis is not None:
         first = start + jax.lax.axis_index(plan.axis) * T
-        k, v, row = (_gathered(x, plan.axis) for x in (k, v, sight))
+        k, v, row = (gathered(x, plan.axis) for x in (k, v, sight))
     size, wide = min(plan.block, T), min(plan.block, k.shape[1])
     k, v = (_cut(x, wide).swapaxes(2, 3) for x in (k, v))
     return _Blocks(
@@ -175,7 +156,8 @@ def _blocks(plan: _Plan, q: Array, k: Array, v: Array, sight: Sight) -> _Blocks:
     )
 
 
-def _gathered(tree: Any, axis: str) -> Any:
+def gathered(tree: Any, axis: str) -> Any:
+    """The arrays [B, T, ...] of whole rows, inside of `jax.shard_map`, from those of the devices of a mesh axis."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tree)
 
 
