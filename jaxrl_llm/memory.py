@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.attention import is_fused
 from jaxrl_llm.models.blockwise import BLOCK, goes_in_blocks
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.agree import on_first
@@ -169,7 +170,7 @@ def learner_parts(
     width = "learner.row_tokens" if learner.row_tokens else "model.max_context"
     padded = -(-max(least, 1) // R) * R
     # With every layer recomputed, the backward pass holds the input of each layer and the attention of one.
-    scores = BLOCK**2 if goes_in_blocks(T) else T**2
+    scores = 0 if is_fused() else BLOCK**2 if goes_in_blocks(T) else T**2
     activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * scores
     logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
     weights = 4 * model.num_parameters

@@ -4,6 +4,9 @@ XLA's own cost analysis counts the body of a loop once, and a decoder is a loop 
 often as it runs: the bound is the constant that the counter is compared with in the condition of the loop. Where there
 is none (the loop ends when the data say so), `dynamic_trips` stands for it, and the loop is listed.
 
+A custom kernel is opaque, but most say what they cost in the text (`cost_estimate` of `pallas_call`; XLA writes it for its
+products of experts too): that counts. What the work of a kernel depends on the data for is its author's to assume.
+
 All figures are those of one chip: the text is the program of one partition.
 """
 
@@ -64,14 +67,15 @@ class Collective:
 class Cost:
     """Of one run of a program, on one chip."""
 
-    flops: float  # of matrix products and convolutions
+    flops: float  # of matrix products and convolutions, and what kernels say
     hbm_bytes: float  # read and written
     collectives: tuple[Collective, ...]
     largest: tuple[
         tuple[Array, str], ...
     ]  # arrays that the program makes in HBM, and which operation makes them
     dynamic_loops: tuple[str, ...]  # operations whose number of turns depends on the data
-    kernels: tuple[str, ...]  # custom kernels, whose work the text does not tell
+    kernels: tuple[str, ...]  # custom kernels
+    untold: tuple[str, ...]  # those of them that do not say what they cost
 
     def network_bytes(self, network: str) -> float:
         """Sent over "ICI" or "DCN"."""
@@ -265,7 +269,7 @@ class _Counter:
         )
         self.made: dict[tuple[Array, str], None] = {}
         self.dynamic: dict[str, None] = {}
-        self.kernels: dict[str, None] = {}
+        self.kernels: dict[str, bool] = {}  # whether one says what it costs
 
     def run(self) -> Cost:
         self.walk(self.entry, 1.0, in_memory=True)
@@ -278,6 +282,7 @@ class _Counter:
             tuple(largest[:8]),
             tuple(self.dynamic),
             tuple(self.kernels),
+            tuple(name for name, told in self.kernels.items() if not told),
         )
 
     def walk(self, name: str, times: float, in_memory: bool, scatter: bool = False) -> None:
@@ -311,13 +316,22 @@ class _Counter:
             elif i.opcode == "custom-call":
                 found = re.search(r'custom_call_target="([^"]*)"', i.attributes)
                 if found and found.group(1) == "tpu_custom_call":
-                    self.kernels[i.where] = None
-                    continue  # what it reads of its operands, the text does not say
+                    self.kernel(i, times)
+                    continue
             if in_memory:
                 self.hbm += times * self.traffic(i, computation)
                 for array in i.arrays[: 1 if i.opcode.endswith("-start") else None]:
                     if not array.fast and array.bytes >= 2**20:
                         self.made[array, i.where] = None
+
+    def kernel(self, i: _Instruction, times: float) -> None:
+        estimate = re.search(r'"cost_estimate":\{([^}]*)\}', i.attributes)
+        said = {} if estimate is None else dict(re.findall(r'"(\w+)":"?(\d+)', estimate.group(1)))
+        told = {"flops", "bytes_accessed"} <= said.keys()
+        self.kernels[i.where] = told and self.kernels.get(i.where, True)
+        if told:
+            self.flops += times * float(said["flops"])
+            self.hbm += times * float(said["bytes_accessed"])
 
     def branches(self, i: _Instruction, times: float, in_memory: bool) -> None:
         """Of the branches of a conditional the one with the most products counts, then the one with the most traffic."""

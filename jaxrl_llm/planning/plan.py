@@ -308,9 +308,9 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
         program.dynamic_trips,
     )
     hbm = counted.hbm_bytes + program.kernel_bytes
-    # The products of a custom kernel are not in the text; they are at least the useful ones.
+    # Some kernels do not say what they cost; all products are at least the useful ones.
     useful = program.useful_flops / program.mesh.devices.size
-    flops = max(counted.flops, useful) if counted.kernels else counted.flops
+    flops = max(counted.flops, useful) if counted.untold else counted.flops
     return Compiled(
         program,
         program.mesh.devices.size,
@@ -343,7 +343,7 @@ def _too_large(program: Program, error: str) -> Compiled:
         arguments,
         max(0, size - arguments),
         0,
-        Cost(0.0, 0.0, (), (), (), ()),
+        Cost(0.0, 0.0, (), (), (), (), ()),
         0.0,
         dict.fromkeys(("compute", "hbm", "ici", "dcn"), 0.0),
         0.0,

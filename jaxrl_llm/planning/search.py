@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.blockwise import BLOCK, goes_in_blocks
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
 from jaxrl_llm.parallel.mesh import AXES, BATCH_AXES
@@ -151,9 +150,8 @@ def _estimate(
         products / chip.flops, ici / chip.ici_speed, (over_data if crosses else 0.0) / chip.dcn_speed
     )
     state = 16 * weights / shards  # masters, two moments, gradients
-    scores = BLOCK**2 if goes_in_blocks(T) or context > 1 else T * T
     here = mine * T / context
-    layer = mine * model.num_heads / tensor * scores * 8 + here * (8 * F / tensor + 8 * D) + 2 * keys
+    layer = here * (8 * F / tensor + 8 * D) + 2 * keys  # scores stay within the kernels of attention
     head = 12 * D * model.vocab_size / tensor
     held = state + 2 * here * D * L + max(layer, head) + head / 3
     return Candidate(sizes, rows, seconds, ici + (over_data if crosses else 0.0), held)

@@ -173,6 +173,35 @@ def test_the_forms_that_tpus_write():
     assert found.hbm_bytes == moved_once + weights + scattered
 
 
+KERNELS = """HloModule jit_f
+
+%body (given: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %given = (s32[], f32[8,128]) parameter(0)
+  %turn = s32[] get-tuple-element(%given), index=0
+  %x = f32[8,128] get-tuple-element(%given), index=1
+  %told = f32[8,128] custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/told"}, backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":{"flops":"1000","transcendentals":"7","bytes_accessed":"500"}}}
+  %quiet = f32[8,128] custom-call(%told), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/quiet"}, backend_config={"custom_call_config":{"body":"TUzvUg=="}}
+  ROOT %next = (s32[], f32[8,128]) tuple(%turn, %quiet)
+}
+
+%condition (given: (s32[], f32[8,128])) -> pred[] {
+  %given = (s32[], f32[8,128]) parameter(0)
+  ROOT %going = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %a = (s32[], f32[8,128]) parameter(0)
+  ROOT %loop = (s32[], f32[8,128]) while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_a_kernel_costs_what_it_says_as_often_as_it_runs():
+    found = cost(KERNELS, ONE)
+    assert (found.flops, found.hbm_bytes) == (3 * 1000, 3 * 500)
+    assert found.kernels == ("jit(f)/told", "jit(f)/quiet") and found.untold == ("jit(f)/quiet",)
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="without an entry"):
         cost("nothing", ONE)
