@@ -61,12 +61,14 @@ if HAS_LIBTPU:
         found = json.loads(capsys.readouterr().out)
         assert found["fits"] and set(found["programs"]) == {"update", "prefill", "decode", "transfer"}
         update = found["programs"]["update"]
-        # 64 rows of 64 tokens; layers run 4 times as long as forward (recomputed, backward twice), the head 4 times.
+        # 64 rows of 64 tokens; layers run 4 times as long as forward (recomputed, backward twice), the head 4 times; of
+        # attention, whose kernels take at least 128 tokens, 2 products each time forward and 7 backward.
         layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128
         products = 2 * 64 * 64 * 4 * (2 * layer + 128 * 64)
-        attention = 64 * 4 * 2 * 4 * 16 * 64 * 64 * 4
+        attention = 64 * 4 * 2 * 2 * 16 * 128 * 128 * (2 + 2 + 7)
         on_a_chip = (products + attention) / 4
         assert 0.9 * on_a_chip <= update["flops"] <= 1.3 * on_a_chip
+        assert sum("attention" in kernel for kernel in update["kernels"]) == 4
         assert update["memory"]["master weights"] == pytest.approx(found["parameters"] * 4 / 4, rel=0.05)
         along = {tuple(c["axes"]) for c in update["collectives"] if c["bytes"] > 1000}
         assert ("fsdp",) in along and ("tensor",) in along
