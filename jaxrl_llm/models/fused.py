@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_llm.models.blockwise import Sight, gathered
+from jaxrl_llm.models.blockwise import Sight, blockwise_attention, gathered
 
 __all__ = ["fused_attention"]
 
@@ -57,7 +57,8 @@ def fused_attention(
 ) -> Array:
     """Grouped-query attention of each token to those that it sees, [B, T, H, K]; scores and softmax f32; padding gives 0.
 
-    Differentiable in q, k and v. Query head h reads key/value head h // (H / N).
+    Differentiable once in q, k and v; what its gradient is linear in can be differentiated again. Query head h reads
+    key/value head h // (H / N).
 
     Args:
       q_BTHK, k_BTNK, v_BTNK: float32 or bfloat16.
@@ -394,6 +395,12 @@ def _forward(plan, q, k, v, sight):
 
 
 def _backward(plan, residuals, d_out):
+    return *_pulled(plan, residuals, d_out), None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pulled(plan: _Plan, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array]:
+    """The gradients of q, k and v; linear in `d_out`."""
     q, k, v, sight, out, lse = residuals
     T = q.shape[1]
     queries, keys, values, where = _given(plan, q, k, v, sight)
@@ -434,7 +441,23 @@ def _backward(plan, residuals, d_out):
     d_k, d_v = (jnp.moveaxis(x.reshape(B, N, -1, K), 1, 2)[:, :row] for x in (d_k, d_v))
     if plan.axis is not None:
         d_k, d_v = (jax.lax.psum_scatter(x, plan.axis, scatter_dimension=1, tiled=True) for x in (d_k, d_v))
-    return _tokens(d_q, plan.queries, T), d_k, d_v, None
+    return _tokens(d_q, plan.queries, T), d_k, d_v
 
 
+def _pulled_forward(plan, residuals, d_out):
+    return _pulled(plan, residuals, d_out), (residuals, d_out)
+
+
+def _pulled_backward(plan, kept, directions):
+    """What turns `_pulled` round, as trust regions do to push a direction forward: by `blockwise`, whose code transposes."""
+    residuals, d_out = kept
+
+    def pulled(d_out):
+        q, k, v, sight, *_ = residuals
+        return jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, sight, axis=plan.axis), q, k, v)[1](d_out)
+
+    return None, jax.vjp(pulled, d_out)[1](directions)[0]
+
+
+_pulled.defvjp(_pulled_forward, _pulled_backward)
 _attention.defvjp(_forward, _backward)

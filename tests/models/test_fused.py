@@ -125,6 +125,27 @@ def test_no_block_is_missed_and_few_are_visited_in_vain(seed):
         assert found.sum() <= 1.3 * wanted.sum()
 
 
+@pytest.mark.slow
+def test_directions_are_pushed_forward_as_through_all_scores():
+    """The Jacobian times a direction, made of two transposes as trust regions make it."""
+    segments = rows_of(256)
+    visible, sight = visible_tokens(segments), sight_of(segments)
+    rng = np.random.default_rng(1)
+    at, direction = (
+        tuple(jnp.asarray(rng.standard_normal((2, 256, n, 16)), jnp.float32) for n in (4, 2, 2))
+        for _ in range(2)
+    )
+
+    def pushed(attend):
+        out, pull = jax.vjp(attend, *at)
+        return jax.vjp(pull, jnp.zeros_like(out))[1](direction)[0]
+
+    wanted = jax.jit(lambda: pushed(lambda q, k, v: segment_attention(q, k, v, visible)))()
+    found = jax.jit(lambda: pushed(lambda q, k, v: fused(q, k, v, sight)))()
+    live = np.asarray(segments != 0)
+    np.testing.assert_allclose(found[live], wanted[live], atol=2e-5)
+
+
 def as_on_a_tpu(monkeypatch):
     monkeypatch.setattr(attention, "is_fused", lambda layout=None: True)
     monkeypatch.setattr("jaxrl_llm.models.fused.fused_attention", fused)
@@ -163,22 +184,23 @@ def forwards(monkeypatch, layout):
     return segments, by_all, by_kernels
 
 
-def test_a_model_takes_the_kernels_where_they_run(monkeypatch):
-    """Hidden states of rows that are short, and not split over devices."""
-    segments, by_all, by_kernels = forwards(monkeypatch, None)
-    params = init_params(TINY, jax.random.key(1))
-    wanted, found = (jax.jit(f)(params) for f in (by_all, by_kernels))
-    live = np.asarray(segments != 0)
-    np.testing.assert_allclose(found[live], wanted[live], atol=1e-5)
-    assert np.any(
-        np.asarray(found)[live] != np.asarray(wanted)[live]
-    )  # another order of sums: another path was taken
+def test_a_model_takes_the_kernels_where_they_run_and_nowhere_else(monkeypatch):
+    """Traced for rows that are short and not split over devices."""
+    params = jax.eval_shape(lambda: init_params(TINY, jax.random.key(1)))
+
+    def kernels(f):
+        return str(jax.make_jaxpr(f)(params)).count("attention_forward")
+
+    for layout in (None, layout_of(make_mesh(fsdp=2))):
+        _, by_all, by_kernels = forwards(monkeypatch, layout)
+        assert kernels(by_all) == 0 and kernels(by_kernels) > 0
 
 
 @pytest.mark.slow
-def test_parameters_have_the_gradient_of_one_device_without_kernels(monkeypatch):
-    """Rematerialised as in training, the tokens of a row on two devices."""
-    layout = layout_of(make_mesh(context=2, fsdp=2))
+@pytest.mark.parametrize("sizes", [None, {"context": 2, "fsdp": 2}])
+def test_parameters_have_the_gradient_of_one_device_without_kernels(monkeypatch, sizes):
+    """Rematerialised as in training, the tokens of a row on one device and on two."""
+    layout = layout_of(None if sizes is None else make_mesh(**sizes))
     segments, by_all, by_kernels = forwards(monkeypatch, layout)
     params = init_params(TINY, jax.random.key(1))
 
