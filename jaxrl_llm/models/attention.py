@@ -88,14 +88,14 @@ def segment_attention(
 
     Args:
       visible: of `sight_for`; a `Sight` is computed block by block, on TPUs by the kernels of `models.fused`, elsewhere
-        as in `models.blockwise`.
+        and in f64 as in `models.blockwise`.
       blocks: the order in which keys are added up; None: that of one product over the row. Only last bits differ.
       positions_BT: i32[B, T], of the tokens in their sequences; read where `blocks.number` is set.
       layout: of the activations on a mesh.
     """
     if isinstance(visible, Sight):
         attend: Callable[..., Array] = blockwise_attention
-        if is_fused(layout):
+        if is_fused(layout) and q_BTHK.dtype != jnp.float64:
             from jaxrl_llm.models.fused import fused_attention as attend  # what it needs takes long to import
         if layout is None:
             return attend(q_BTHK, k_BTNK, v_BTNK, visible)

@@ -32,7 +32,8 @@ Array = jax.Array
 
 _LANES = 128
 _QUERIES = 1024  # of all heads in a block, where 128 tokens are not more than that
-_KEYS = 512  # tokens; f32 scores of a block are 2 MB
+_MOST = 512  # tokens of a block
+_SCORES = _QUERIES * _MOST  # of two blocks; in f32 they are 2 MB
 _NOT_SEEN = -(2**31)  # a segment that no key has
 
 
@@ -74,14 +75,18 @@ def fused_attention(
             f"fused_attention: the kernels compute in float32 or bfloat16, got {q_BTHK.dtype}; set model.dtype to one of them."
         )
     T, group = q_BTHK.shape[1], q_BTHK.shape[2] // k_BTNK.shape[2]
-    if block is None:
-        fitting = _QUERIES // group // _LANES * _LANES
-        block = (min(max(_LANES, fitting), _KEYS, _up(T, _LANES)), min(_KEYS, _up(T, _LANES)))
-    return _attention(_Plan(*block, axis, interpret), q_BTHK, k_BTNK, v_BTNK, sight)
+    return _attention(_Plan(*(block or _fitting(T, group)), axis, interpret), q_BTHK, k_BTNK, v_BTNK, sight)
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def _fitting(tokens: int, group: int) -> tuple[int, int]:
+    """Tokens of a block of queries and of one of keys, multiples of 128, so that `_SCORES` are not exceeded."""
+    whole = -(-tokens // _LANES) * _LANES
+
+    def most(room: int) -> int:
+        return min(max(room // _LANES * _LANES, _LANES), _MOST, whole)
+
+    queries = most(_QUERIES // group)
+    return queries, most(_SCORES // (queries * group))
 
 
 # -------------------------------------------------------------------------------- blocks of a row
