@@ -218,3 +218,16 @@ def test_a_dtype_that_no_kernel_has_is_refused():
     q = jnp.zeros((1, 128, 2, 16), jnp.float16)
     with pytest.raises(ValueError, match=r"float32 or bfloat16, got float16"):
         fused(q, q, q, sight_of(jnp.ones((1, 128), jnp.int32)))
+
+
+def test_it_lowers_for_a_tpu_on_any_machine():
+    """What Pallas refuses (shapes of blocks, operations) shows without the compiler of TPUs, see test_fused_on_tpus."""
+    q, k = (jax.ShapeDtypeStruct((1, 640, n, 64), jnp.bfloat16) for n in (9, 3))
+
+    def gradients(q, k, v, segments):
+        out, back = jax.vjp(lambda *x: fused_attention(*x, sight_of(segments)), q, k, v)
+        return back(out)
+
+    traced = jax.jit(gradients).trace(q, k, k, jax.ShapeDtypeStruct((1, 640), jnp.int32))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 3
