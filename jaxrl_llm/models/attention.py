@@ -64,8 +64,8 @@ def sight_for(
 ) -> Array | Sight:
     """Who sees whom in rows of these segments, in the form that `segment_attention` takes it from.
 
-    That is `visible_tokens`, or, of rows whose T² scores are not to be made at once (`goes_in_blocks`, and all where `is_fused`), a
-    `Sight`. An order of keys that was asked for (`blocks`) needs all scores.
+    That is `visible_tokens`, or, of rows whose T² scores are not to be made at once (`goes_in_blocks`; where `is_fused`,
+    all), a `Sight`. An order of keys that was asked for (`blocks`) needs all scores.
     """
     if blocks is None and (goes_in_blocks(segments.shape[1], layout) or is_fused(layout)):
         return sight_of(segments)

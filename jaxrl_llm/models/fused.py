@@ -72,7 +72,8 @@ def fused_attention(
     """
     if q_BTHK.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"fused_attention: the kernels compute in float32 or bfloat16, got {q_BTHK.dtype}; set model.dtype to one of them."
+            f"fused_attention: the kernels compute in float32 or bfloat16, got {q_BTHK.dtype}; set model.dtype to one "
+            "of them."
         )
     T, group = q_BTHK.shape[1], q_BTHK.shape[2] // k_BTNK.shape[2]
     return _attention(_Plan(*(block or _fitting(T, group)), axis, interpret), q_BTHK, k_BTNK, v_BTNK, sight)
@@ -454,7 +455,7 @@ def _pulled_forward(plan, residuals, d_out):
 
 
 def _pulled_backward(plan, kept, directions):
-    """What turns `_pulled` round, as trust regions do to push a direction forward: by `blockwise`, whose code transposes."""
+    """The transpose of `_pulled`, by which trust regions push a direction forward: of `blockwise`, as kernels have none."""
     residuals, d_out = kept
 
     def pulled(d_out):

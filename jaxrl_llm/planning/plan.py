@@ -307,8 +307,8 @@ def compile_program(program: Program, topology: Topology) -> Compiled:
         [getattr(device, "slice_index", 0) or 0 for device in program.mesh.devices.flat],
         program.dynamic_trips,
     )
-    hbm = counted.hbm_bytes + program.kernel_bytes
     # Some kernels do not say what they cost; all products are at least the useful ones.
+    hbm = counted.hbm_bytes + (program.kernel_bytes if counted.untold else 0.0)
     useful = program.useful_flops / program.mesh.devices.size
     flops = max(counted.flops, useful) if counted.untold else counted.flops
     return Compiled(

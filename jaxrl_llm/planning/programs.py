@@ -78,7 +78,7 @@ class Program:
     useful_flops: float  # of one run on all chips together, recomputation left out
     gradients: int = 0  # bytes of its temporaries on one chip that are gradients
     dynamic_trips: float = 1.0  # turns of loops that the data end
-    kernel_bytes: float = 0.0  # that custom kernels read, which the compiled text does not tell
+    kernel_bytes: float = 0.0  # read by custom kernels that do not say so in the compiled text
     donated: bool = False
 
 
