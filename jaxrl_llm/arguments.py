@@ -14,6 +14,7 @@ __all__ = [
     "Sft",
     "Eval",
     "Sample",
+    "Schedule",
     "Parity",
     "Serve",
     "Report",
@@ -309,6 +310,24 @@ class Compare:
 
 
 @dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What idles while a run trains, synchronously and with the schedule of a config, measured and as simulated. Samples have
+    lengths that are given."""
+
+    config: tyro.conf.Positional[str]
+    """YAML file. The sampler needs a device of its own and samples may be old: mesh.sampler=1, schedule.max_age of 1 or more."""
+    lengths: str
+    """Tokens of a sample, as for simulate: lognormal:median=20,p99=170, uniform:low=10,high=500, constant:tokens=200, or a file
+    of numbers; cut at rollout.max_tokens."""
+    updates: int = 8
+    """Train steps that are counted; four before them are not."""
+    json: bool = False
+    """Print one JSON object on standard output and nothing else there."""
+    overrides: _Overrides = ()
+    """Override a setting, for example --set mesh.sampler=1; may be repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Bench:
     """Measures speed, or puts a server under load."""
 
@@ -318,6 +337,7 @@ class Bench:
         | Annotated[Speed, _speed("iteration", "A rollout and an update, one after the other.")]
         | Annotated[Speed, _speed("objectives", "The update with each recipe as a ratio to GRPO's.")]
         | Annotated[Compare, tyro.conf.subcommand("compare")]
+        | Annotated[Schedule, tyro.conf.subcommand("schedule")]
         | Annotated[ServerLoad, tyro.conf.subcommand("serve")],
         tyro.conf.arg(name=""),
     ]

@@ -34,6 +34,7 @@ from jaxrl_llm.arguments import (
     ReplaySpan,
     Report,
     Sample,
+    Schedule,
     Serve,
     ServerLoad,
     Sft,
@@ -401,7 +402,9 @@ def _objectives(args: Objectives) -> int:
     return 0
 
 
-def _bench(args: Speed | Compare | ServerLoad) -> int:
+def _bench(args: Speed | Compare | Schedule | ServerLoad) -> int:
+    if isinstance(args, Schedule):
+        return _bench_schedule(args)
     if isinstance(args, ServerLoad):
         return _bench_serve(args)
     if isinstance(args, Compare):
@@ -547,6 +550,18 @@ def _bench_serve(args: ServerLoad) -> int:
         )
     print(json.dumps(result) if args.json else describe(result))
     return 0 if result["ok"] else 1
+
+
+def _bench_schedule(args: Schedule) -> int:
+    from jaxrl_llm.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from jaxrl_llm.bench.schedule import bench_schedule, describe
+
+    with _stdout_to_stderr(args.json):
+        result = bench_schedule(config, args.lengths, updates=args.updates)
+    print(json.dumps(result) if args.json else describe(result))
+    return 0
 
 
 def _jetstream(args: Jetstream) -> int:
