@@ -16,8 +16,9 @@ from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.models.load import Model, config_of, load_model, with_router_bias
 from jaxrl_llm.models.params import abstract_params
+from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.parallel.rules import param_shardings
@@ -29,12 +30,14 @@ from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.transforms.adaptive import moves_router_bias
 from jaxrl_llm.types import TokenBatch
 
 __all__ = [
     "REMAT",
     "Policy",
     "Teacher",
+    "as_saved",
     "build_engine",
     "build_mesh",
     "build_sampler",
@@ -44,6 +47,7 @@ __all__ = [
     "check_teacher_source",
     "check_experts",
     "configured_model",
+    "has_router_bias",
     "held_out_items",
     "in_sampler_order",
     "configured_teacher",
@@ -78,7 +82,7 @@ REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
 
 
 def configured_model(config: Config) -> Model:
-    """Loads the model of a config, with its tokenizer and compute dtypes.
+    """Loads the model of a config, with its tokenizer and compute dtypes, and biases of routers if the objective moves some.
 
     Raises:
       InputError: see `load_model` and `check_experts`; or the model brings no tokenizer.
@@ -91,7 +95,23 @@ def configured_model(config: Config) -> Model:
             f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json."
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-    return dataclasses.replace(model, config=changed)
+    model = dataclasses.replace(model, config=changed)
+    return with_router_bias(model) if has_router_bias(config, changed) else model
+
+
+def has_router_bias(config: Config, model: ModelConfig) -> bool:
+    """Whether the objective of a config moves biases of the routers of its model."""
+    try:
+        return bool(model.num_experts) and moves_router_bias(build_objective(config.objective))
+    except (
+        InputError
+    ):  # an objective of one's own that is not at hand; where it is needed, its absence is an error
+        return False
+
+
+def as_saved(model: Model, store: SnapshotStore, version: int) -> Model:
+    """The model with biases of routers if a snapshot has some, and without if not."""
+    return with_router_bias(model, "params/layers/router_bias" in store.shapes(version))
 
 
 def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> Any:
@@ -253,7 +273,7 @@ def _of_snapshot(path: str, where: str, dtype: str) -> Model:
     directory, version = locate(path)
     store = SnapshotStore(directory, read_only=True)
     meta = store.meta(version)
-    model = load_model(_began_from(meta, where), dtype=dtype)
+    model = as_saved(load_model(_began_from(meta, where), dtype=dtype), store, int(meta["version"]))
     params, meta = store.restore_params(int(meta["version"]), like=model.params)
     return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
 

@@ -199,6 +199,8 @@ class Convert:
     """New folder."""
     version: int | None = None
     """For a run folder: which snapshot; default: the newest."""
+    drop_router_bias: bool = False
+    """Of a mixture of experts balanced by biases: write it without them, as another policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,7 +512,12 @@ def _run(command: Any) -> int:
             from jaxrl_llm import inference
 
             with _showing_progress():
-                folder = inference.export(command.source, command.target, version=command.version)
+                folder = inference.export(
+                    command.source,
+                    command.target,
+                    version=command.version,
+                    drop_router_bias=command.drop_router_bias,
+                )
             print(folder)
             return 0
         case Objectives():

@@ -2,6 +2,7 @@
 
 A router gives each token probabilities over E experts (f32, whatever the compute dtype). The k likeliest are its
 experts; their outputs, weighted by these probabilities (which `ModelConfig.normalize_gates` rescales to 1), add up.
+With `ModelConfig.router_bias` those with the largest sums of probability and bias are chosen; the weights stay the same.
 No token is dropped unless `ModelConfig.expert_capacity` says so.
 
 The pairs (token, expert) are put in the order of their experts, and each expert multiplies its rows:
@@ -35,7 +36,7 @@ __all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_
 Array = jax.Array
 
 EXACT = frozenset(
-    {"router"}
+    {"router", "router_bias"}
 )  # parameters of a layer that are never rounded: the choice of experts hangs on them
 _MATRICES = ("expert_gate", "expert_up", "expert_down")
 
@@ -57,6 +58,9 @@ class Routed(NamedTuple):
     entropy: Array  # f32[...], of the probabilities (nats); detached
     dropped: Array  # f32[...], how many experts of the token had no room for it
     probs: Array | None  # f32[..., E], on the tape
+    preferred: Array | None = (
+        None  # i32[..., K], the likeliest, whatever the biases; None of a model without biases
+    )
 
 
 def on_mesh(config: ModelConfig, mesh: Mesh | None, rows: tuple[str, ...] = ()) -> ModelConfig:
@@ -107,7 +111,8 @@ def expert_mlp(
     """([B, T, D], what the router did) of a layer with experts.
 
     Args:
-      layer: router [D, E], expert_gate and expert_up [E, D, F], expert_down [E, F, D].
+      layer: router [D, E], expert_gate and expert_up [E, D, F], expert_down [E, F, D]; perhaps router_bias [E], which no
+        gradient reaches.
       routing_ids: i32[B, T, K], experts that each token goes through, whatever the router would choose now; the gates
         are the router's for those. -1 in front: the router chooses for this token.
       live: bool[B, T]; other tokens go through no expert and take no room. None = all.
@@ -119,9 +124,14 @@ def expert_mlp(
     )
     probs = jax.nn.softmax(logits, axis=-1)
     gates, ids = jax.lax.top_k(probs, config.experts_per_token)
-    ids = ids.astype(jnp.int32)
+    ids, preferred = ids.astype(jnp.int32), None
+    if "router_bias" in layer:
+        preferred = ids
+        sums = jax.lax.stop_gradient(probs + layer["router_bias"].astype(wide))
+        ids = jax.lax.top_k(sums, config.experts_per_token)[1].astype(jnp.int32)
     if routing_ids is not None:
         ids = jnp.where(routing_ids[..., :1] < 0, ids, routing_ids.astype(jnp.int32))
+    if preferred is not None or routing_ids is not None:
         gates = jnp.take_along_axis(probs, ids, axis=-1)
     if config.normalize_gates:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
@@ -131,7 +141,7 @@ def expert_mlp(
     y, dropped = run(config, h_BTD, used, gates, matrices)
     detached = jax.lax.stop_gradient(probs)
     entropy = -jnp.sum(jax.scipy.special.xlogy(detached, detached), axis=-1)
-    return y, Routed(ids, entropy.astype(jnp.float32), dropped, probs)
+    return y, Routed(ids, entropy.astype(jnp.float32), dropped, probs, preferred)
 
 
 # ------------------------------------------------------------------------------------- on one device
