@@ -30,7 +30,7 @@ from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
-from jaxrl_llm.transforms.adaptive import moves_router_bias
+from jaxrl_llm.transforms.adaptive import expert_capacity, moves_router_bias
 from jaxrl_llm.types import TokenBatch
 
 __all__ = [
@@ -47,7 +47,7 @@ __all__ = [
     "check_teacher_source",
     "check_experts",
     "configured_model",
-    "has_router_bias",
+    "for_objective",
     "held_out_items",
     "in_sampler_order",
     "configured_teacher",
@@ -95,18 +95,22 @@ def configured_model(config: Config) -> Model:
             f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json."
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-    model = dataclasses.replace(model, config=changed)
-    return with_router_bias(model) if has_router_bias(config, changed) else model
+    wanted = for_objective(config, changed)
+    model = dataclasses.replace(model, config=dataclasses.replace(wanted, router_bias=False))
+    return with_router_bias(model, wanted.router_bias)
 
 
-def has_router_bias(config: Config, model: ModelConfig) -> bool:
-    """Whether the objective of a config moves biases of the routers of its model."""
+def for_objective(config: Config, model: ModelConfig) -> ModelConfig:
+    """The config of the model with what the objective of a run asks of its experts: biases of routers, a capacity."""
+    if not model.num_experts:
+        return model
     try:
-        return bool(model.num_experts) and moves_router_bias(build_objective(config.objective))
-    except (
-        InputError
-    ):  # an objective of one's own that is not at hand; where it is needed, its absence is an error
-        return False
+        objective = build_objective(config.objective)
+    except InputError:
+        return model  # one's own that is not at hand: where it is needed, that is an error
+    return dataclasses.replace(
+        model, router_bias=moves_router_bias(objective), expert_capacity=expert_capacity(objective)
+    )
 
 
 def as_saved(model: Model, store: SnapshotStore, version: int) -> Model:

@@ -234,14 +234,7 @@ OTHER_KINDS = {
         ("sequence_ratio_per_token", "balance_experts_by_bias"), "ratio"
     ),  # the second writes nothing at all
     **dict.fromkeys(
-        (
-            "adaptive_kl",
-            "adaptive_entropy",
-            "reward_entropy",
-            "balance_experts",
-            "imitate",
-            "next_token",
-        ),
+        ("adaptive_kl", "adaptive_entropy", "reward_entropy", "balance_experts", "imitate", "next_token"),
         "penalty",
     ),
     **dict.fromkeys(("normalize_by_pair", "imitate_chosen"), "preference"),

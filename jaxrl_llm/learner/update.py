@@ -23,7 +23,7 @@ from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.offload import fetched, on_host, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
-from jaxrl_llm.transforms.adaptive import moves_router_bias, router_shift
+from jaxrl_llm.transforms.adaptive import expert_capacity, moves_router_bias, router_shift
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
@@ -153,6 +153,8 @@ def make_update_step(
     Raises:
       ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
     """
+    if (capacity := expert_capacity(objective)) is not None:
+        config = dataclasses.replace(config, expert_capacity=capacity)
     config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)

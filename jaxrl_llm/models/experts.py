@@ -31,7 +31,16 @@ from jaxrl_llm.ops.dense import DENSE
 from jaxrl_llm.ops.quantize import QuantizedMatrix, weight_product
 from jaxrl_llm.parallel.rules import DEFAULT_RULES
 
-__all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_mesh", "router_load"]
+__all__ = [
+    "EXACT",
+    "Placement",
+    "Routed",
+    "dropless",
+    "exchanged_bytes",
+    "expert_mlp",
+    "on_mesh",
+    "router_load",
+]
 
 Array = jax.Array
 
@@ -72,6 +81,11 @@ def on_mesh(config: ModelConfig, mesh: Mesh | None, rows: tuple[str, ...] = ()) 
     if mesh is None or not config.num_experts or mesh.size == 1:
         return config
     return dataclasses.replace(config, placement=Placement(mesh, tuple(rows)))
+
+
+def dropless(config: ModelConfig) -> ModelConfig:
+    """The config of a sampler: a token that it drops would be another one in other company."""
+    return dataclasses.replace(config, expert_capacity=None)
 
 
 def router_load(ids: Array, experts: int, counted: Array) -> Array:

@@ -26,6 +26,7 @@ __all__ = [
     "adaptive_kl",
     "balance_experts",
     "balance_experts_by_bias",
+    "expert_capacity",
     "moves_router_bias",
     "router_shift",
 ]
@@ -150,16 +151,26 @@ def adaptive_entropy(
 
 
 @stage(reads=lambda a: ("loss.router_probs", "loss.router_choice", *own_count(a)), writes=("loss.penalties",))
-def balance_experts(coef: float = 0.001, normalize: LossTransform | None = None, *, name: str):
+def balance_experts(
+    coef: float = 0.001,
+    normalize: LossTransform | None = None,
+    capacity: float | None = None,
+    *,
+    name: str,
+):
     """coef · E · Σ_i f_i p_i of each token, averaged over layers: p its router's probabilities, f the loads of the experts.
 
     The auxiliary loss of Switch Transformers (arXiv 2101.03961, eq. 4) for k experts of a token: f_i is the share of the
     (token, expert) pairs that expert i had. It is 1 · coef where loads are even, and more where the router prefers what is
     busy. Others take f from the same batch, which no micro-batch knows; here it is that of the counted tokens of the last
     update (even in the first one, which then has no gradient). f is detached. coef: 0.001 is Qwen3-MoE's.
+    capacity: room of an expert in a pass of the learner, in mean loads of the tokens of one device (§2.2, there 1 to 1.25):
+    later tokens pass it by, are counted in `policy/expert_dropped` and have another log-prob than the sampler, which drops
+    none, has recorded. None: no token is dropped. Experts on other devices then get as many tokens as they have room for.
     State: {"expert_load": f32[layers, experts]}. Of a model with experts only.
     """
     checks.number("balance_experts", "coef", coef, low=0.0)
+    checks.number("balance_experts", "capacity", capacity, positive=True, optional=True)
     key = f"load_of_{name}"
 
     def init() -> State:
@@ -232,6 +243,12 @@ def router_shift(objective_state: Any) -> Array | None:
         if path and getattr(path[-1], "key", None) == ROUTER_SHIFT
     ]
     return sum(found[1:], found[0]) if found else None
+
+
+def expert_capacity(objective: LossTransform) -> float | None:
+    """The smallest `capacity` of the `balance_experts` of an objective; None: no token is dropped."""
+    given = [info.arguments["capacity"] for info in objective.info if info.stage == "balance_experts"]
+    return min((float(capacity) for capacity in given if capacity is not None), default=None)
 
 
 def moves_router_bias(objective: LossTransform) -> bool:

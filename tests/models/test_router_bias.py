@@ -20,7 +20,6 @@ from jaxrl_llm.models.experts import expert_mlp
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import load_model, with_router_bias
 from jaxrl_llm.models.params import init_params
-from jaxrl_llm.ops.logprobs import token_logprobs
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.sampler import Sampler, SamplingParams
 from jaxrl_llm.transforms.adaptive import moves_router_bias
@@ -157,7 +156,7 @@ def test_a_model_gets_biases_once_and_they_are_refused_where_a_file_has_no_place
 # --------------------------------------------------------------------------------------- the update
 
 
-ADAM = make_optimizer(1e-3, weight_decay=0.5)
+ADAM, SGD = make_optimizer(1e-3, weight_decay=0.5), optax.sgd(0.1)
 
 
 @functools.cache
@@ -177,6 +176,7 @@ def stepped(rate, mesh=None, micro_batch_rows=None, optimizer=ADAM):
         micro_batch_rows=micro_batch_rows,
         remat=micro_batch_rows is not None,
         donate=False,
+        entropy=False,
     )
     return state, step, prepared
 
@@ -199,7 +199,7 @@ def test_an_update_moves_the_biases_by_the_rule_and_nothing_else_by_them():
     assert float(metrics["expert_preferred_max"].value) == float(metrics["expert_load_max"].value)
     plain_before, plain, plain_rows = stepped(None)
     other, other_metrics = plain(plain_before, plain_rows)
-    for name in ("loss", "grad_norm", "entropy"):
+    for name in ("loss", "grad_norm", "router_entropy"):
         assert float(metrics[name].value) == float(other_metrics[name].value), name
     assert not np.any(other.params["layers"]["router_bias"])
 
@@ -232,3 +232,80 @@ def test_updates_even_out_the_loads():
         preferred.append(float(metrics["expert_preferred_max"].value))
     assert worst[0] > 1.6 and max(worst[-5:]) - 1 < 0.5 * (worst[0] - 1), worst
     assert preferred[-1] > worst[-1]  # the biases did it, not the router
+
+
+def numbers(metrics):
+    return {name: float(mean.value) for name, mean in metrics.items() if name != "expert_exchange"}
+
+
+@pytest.mark.slow
+def test_an_update_on_a_mesh_in_micro_batches_is_that_of_one_device():
+    """Two updates, so that the second chooses with the biases of the first."""
+    one, many = (
+        stepped(0.05, optimizer=SGD),
+        stepped(0.05, (("fsdp", 2), ("expert", 4)), 4 * 2, SGD),
+    )
+    found = []
+    for state, step, rows in (one, many):
+        state, _ = step(state, rows)
+        state, metrics = step(state, rows)
+        found.append((jax.tree.map(np.asarray, state.params), numbers(metrics)))
+    (expected, figures), (params_, metrics) = found
+    assert figures["expert_preferred_max"] != figures["expert_load_max"]
+    assert metrics == pytest.approx(figures, rel=1e-5, abs=1e-5)
+    np.testing.assert_array_equal(params_["layers"]["router_bias"], expected["layers"]["router_bias"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params_, expected)
+
+
+# -------------------------------------------------------------------------------------- the sampler
+
+
+@pytest.mark.slow
+def test_sampler_and_learner_choose_alike_with_biases():
+    """The learner's own choices, without replay, are the recorded ones; and they hang on the biases."""
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(uid=f"p{n}", tokens=rng.integers(3, 128, n).astype(np.int32)) for n in (1, 5, 17)]
+    sampler = Sampler(BIASED, slots=8, page_size=8, pages=64)
+    tree = params(0.2)
+    completions = sampler.generate(tree, prompts, SamplingParams(max_tokens=10, n=2, seed=3))
+    T = max(len(c.prompt.tokens) + len(c.tokens) for c in completions)
+    tokens, mask = np.zeros((len(completions), T), np.int32), np.zeros((len(completions), T), bool)
+    for row, c in enumerate(completions):
+        P, N = len(c.prompt.tokens), len(c.tokens)
+        tokens[row, : P + N] = np.concatenate([c.prompt.tokens, c.tokens])
+        mask[row, P : P + N] = True
+    lengths = np.array([len(c.prompt.tokens) + len(c.tokens) for c in completions])
+    rows = TokenBatch.from_rows(tokens, mask, lengths=lengths)
+    score = jax.jit(lambda tree, rows: jrl.policy_output(tree, BIASED, rows))
+    found, plain = score(tree, rows), score(params(), rows)
+    for row, c in enumerate(completions):
+        P, N = len(c.prompt.tokens), len(c.tokens)
+        np.testing.assert_array_equal(found.routed.ids[row, : P + N - 1], c.routing_ids)
+        np.testing.assert_allclose(found.logprob[row, P : P + N], c.logprobs, atol=1e-4)
+    assert np.abs(np.where(mask, found.logprob - plain.logprob, 0)).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_a_capacity_of_the_objective_drops_and_counts():
+    chain = jrl.chain(
+        jrl.group_advantage(),
+        jrl.normalize_by_token(),
+        jrl.reinforce_surrogate(),
+        jrl.balance_experts(0.0, capacity=0.75),
+    )
+    state = init_state(
+        jax.tree.map(lambda x: x.copy(), params()), SGD, chain, key=jax.random.key(1), config=BIASED
+    )
+    prepared, objective_state = make_prepare(chain)(batch(), state.objective_state)
+    state = dataclasses.replace(state, objective_state=objective_state)
+    _, metrics = make_update_step(chain, BIASED, SGD, remat=False, entropy=False)(state, prepared)
+    tight = dataclasses.replace(BIASED, expert_capacity=0.75)
+    routed = jrl.policy_output(params(), tight, batch()).routed
+    live = np.asarray(batch().segments) != 0
+    room = int(np.ceil(0.75 * live.size * K / E))
+    dropped = 0
+    for layer in range(L):
+        chosen = np.asarray(routed.ids)[:, :, layer][live]
+        dropped += np.maximum(np.bincount(chosen.ravel(), minlength=E) - room, 0).sum()
+    assert dropped > 0
+    assert float(metrics["expert_dropped"].value) == pytest.approx(dropped / (live.sum() * K * L))
