@@ -360,6 +360,78 @@ def _sent(h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], exper
     return jnp.sum(back * gates[..., None], axis=1)
 
 
+_ROOM = 1.25  # rows of a round, in the mean load of a device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_rounds(
+    experts: int, rows: int, h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any]
+) -> Array:
+    """`_experts` without a bound on the tokens of an expert, in memory for `rows` pairs of token and expert at a time.
+
+    All pairs of all devices might be for the experts of one of them, and hardly ever are. The pairs for the experts that
+    are here are put in order and taken `rows` at a time, until none is left: one round where loads are about even, and as
+    many as it takes otherwise. Nothing is kept for the backward pass, which computes each round again.
+    """
+    return _rounds_forward(experts, rows, h, ids, gates, matrices)[0]
+
+
+def _round(experts: int, rows: int, ids: Array) -> tuple[Callable[..., Array], Callable[[Array], Array]]:
+    """(part(first, h, gates, matrices) -> [N, D], the share of the pairs first …; whether there are pairs from a first on)."""
+    N, K = ids.shape
+    flat = jnp.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # those for experts elsewhere come last
+    here = jnp.sum(flat < experts)
+
+    def part(first: Array, h: Array, gates: Array, matrices: Mapping[str, Any]) -> Array:
+        at = first + jnp.arange(rows)
+        pair = jnp.where(at < here, order[jnp.minimum(at, N * K - 1)], N * K)  # out of bounds: no pair
+        token = pair // K
+        # In f32, in which the gradients of the pairs of a token then add up.
+        x = h.astype(jnp.promote_types(h.dtype, jnp.float32)).at[token].get(mode="fill", fill_value=0)
+        owner = flat.at[pair].get(mode="fill", fill_value=experts)
+        gate = gates.reshape(-1).at[pair].get(mode="fill", fill_value=0)
+        y = _experts(x.astype(h.dtype), owner[:, None], gate[:, None], matrices, experts, None)
+        return jnp.zeros((N, h.shape[1]), y.dtype).at[token].add(y, mode="drop")
+
+    return part, lambda first: first < here
+
+
+def _until_done(part: Callable[[Array], Any], more: Callable[[Array], Array], rows: int) -> Any:
+    """The sum of part(0), part(rows), … as long as there are more."""
+
+    def again(carry):
+        first, total = carry
+        return first + rows, jax.tree.map(jnp.add, total, part(first))
+
+    first = jnp.zeros((), jnp.int32)
+    return jax.lax.while_loop(lambda carry: more(carry[0]), again, (first + rows, part(first)))[1]
+
+
+def _rounds_forward(experts, rows, h, ids, gates, matrices):
+    part, more = _round(experts, rows, ids)
+    y = _until_done(lambda first: part(first, h, gates, matrices), more, rows)
+    return y, (h, ids, gates, matrices)
+
+
+def _rounds_backward(experts, rows, residuals, dy):
+    h, ids, gates, matrices = residuals
+    part, more = _round(experts, rows, ids)
+    wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
+
+    def pulled(first):
+        def narrow(wide, gates, matrices):
+            return part(first, wide.astype(h.dtype), gates, matrices)
+
+        return jax.vjp(narrow, wide, gates, matrices)[1](dy)
+
+    dh, d_gates, d_matrices = _until_done(pulled, more, rows)
+    return dh.astype(h.dtype), None, d_gates, d_matrices
+
+
+_in_rounds.defvjp(_rounds_forward, _rounds_backward)
+
+
 def _spread(
     config: ModelConfig, h_BTD: Array, ids_BTK: Array, gates_BTK: Array, matrices: Mapping[str, Any]
 ) -> tuple[Array, Array]:
@@ -400,9 +472,12 @@ def _spread(
             h, ids, gates = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in (h, ids, gates))
         first = jax.lax.axis_index("expert") * mine
         local = jnp.where((ids >= first) & (ids < first + mine), ids - first, mine)
-        y = _experts(
-            h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K), matrices, mine, None, whole
-        )
+        flat_h, flat_ids, flat_gates = h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K)
+        if exchanged:
+            enough = math.ceil(_ROOM * flat_ids.size / ranks)
+            y = _in_rounds(mine, enough, flat_h, flat_ids, flat_gates, matrices)
+        else:
+            y = _experts(flat_h, flat_ids, flat_gates, matrices, mine, None, whole)
         y = y.reshape(-1, T, D)
         if exchanged:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
