@@ -17,7 +17,8 @@ from jaxrl_llm.train import train
 
 ROUTERS = {
     f"policy/{name}"
-    for name in "expert_load_max expert_load_min expert_dropped expert_replayed expert_exchange router_entropy".split()
+    for name in """expert_load_max expert_load_min expert_idle expert_dropped expert_replayed expert_exchange
+    router_entropy""".split()
 }
 
 

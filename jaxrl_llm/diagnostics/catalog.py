@@ -54,6 +54,7 @@ METRICS: dict[str, str] = {
     "policy/logprob_gap_max": "largest |log-prob of the sampler - log-prob of the learner|, same weights, in nats",
     "policy/expert_load_max": "tokens of the busiest expert of a layer over the mean of that layer, of the worst layer",
     "policy/expert_load_min": "tokens of the idlest expert of a layer over the mean of that layer, of the worst layer",
+    "policy/expert_idle": "fraction of the experts of all layers that no token went through in an update",
     "policy/expert_preferred_max": "as policy/expert_load_max, had routers chosen without their biases",
     "policy/expert_dropped": "fraction of (token, expert) pairs for which the expert had no room",
     "policy/expert_replayed": "fraction of tokens that went through the experts that the sampler had chosen",

@@ -348,6 +348,7 @@ def router_figures(
 
     expert_load_max        tokens of the busiest expert of a layer over the mean of the layer, of the worst layer
     expert_load_min        likewise of the idlest expert
+    expert_idle            fraction of the experts of all layers that no token went through
     expert_dropped         fraction of (token, expert) pairs for which the expert had no room
     expert_replayed        fraction of tokens that went through the experts that the sampler had chosen
     expert_exchange        bytes that all devices together receive in the forward passes, because experts are elsewhere
@@ -376,6 +377,7 @@ def router_figures(
         **biased,
         "expert_load_max": figure(jnp.max(relative(load))),
         "expert_load_min": figure(jnp.min(relative(load))),
+        "expert_idle": figure(jnp.mean(load == 0)),
         "expert_dropped": Mean(total["dropped"], pairs),
         "expert_replayed": Mean(total["replayed"], tokens),
         "expert_exchange": figure(jnp.float32(exchanged_bytes(config, places))),
