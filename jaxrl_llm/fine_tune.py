@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model, teacher_config
+from jaxrl_llm.assembly import REMAT, build_mesh, check_teacher_source, configured_model, teacher_config
 from jaxrl_llm.config import DATA_ROWS, Config
 from jaxrl_llm.data.preferences import (
     Labelled,
@@ -363,7 +363,7 @@ class SupervisedRun(BaseRun):
         _check_objective(objective, rows)
         self.notes = _one_kind_of_label(rows)
         do_on_first(lambda: prepare_folder(folder, config, resume=resume))
-        model = configured_model(config)
+        model = configured_model(config, build_mesh(config))
         if config.model.max_context > model.config.max_positions:
             raise InputError(
                 f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
@@ -530,7 +530,7 @@ def evaluate_reward_model(
     rows = config.learner.micro_batch_rows
     if rows % 2:
         raise InputError(f"learner.micro_batch_rows: pairs sit on two rows, so it must be even, not {rows}.")
-    model = _with_value_head(configured_model(config))
+    model = _with_value_head(configured_model(config, None))
     params, meta = restore(model.params)
     assert model.tokenizer is not None  # `configured_model` has checked it
     score = make_measure(

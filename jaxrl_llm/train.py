@@ -590,7 +590,7 @@ class Run(BaseRun):
         do_on_first(lambda: prepare_folder(folder, config, resume=resume))
         transport = None if workers is None else open_transport(config, workers)
         model = in_sampler_order(
-            config, configured_model(config), packed=config.learner.row_tokens is not None
+            config, configured_model(config, build_mesh(config)), packed=config.learner.row_tokens is not None
         )
         check_memory(
             config,

@@ -95,10 +95,10 @@ def test_it_is_not_written_out_as_what_it_is_not(balanced, tmp_path, capsys):
 
 def test_a_capacity_of_the_objective_is_that_of_the_learner_and_not_of_the_sampler():
     given = config(stage="balance_experts: {coef: 0, capacity: 1.25}")
-    model = configured_model(given)
+    model = configured_model(given, None)
     assert model.config.expert_capacity == 1.25 and not model.config.router_bias
     assert build_sampler(given, model).config.expert_capacity is None
-    assert configured_model(config()).config.expert_capacity is None
+    assert configured_model(config(), None).config.expert_capacity is None
     with pytest.raises(InputError, match="capacity must be a number > 0, or None, got 0"):
         build_objective(config(stage="balance_experts: {capacity: 0}").objective)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from jaxrl_llm.models.formats.directory import Loaded, load_directory, read_conf
 from jaxrl_llm.models.formats.fetch import fetch_hub, fetch_wheel
 from jaxrl_llm.models.formats.gguf_file import converted_gguf
 from jaxrl_llm.models.params import init_params
+from jaxrl_llm.parallel.host import place
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
@@ -46,10 +48,11 @@ class Model:
         return f"Model({self.source!r}, {millions:.1f}M parameters, {self.config.dtype}, digest {self.digest[:12]})"
 
 
-def _preset(name: str, dtype: str) -> Loaded:
+def _preset(name: str, dtype: str, shardings: Callable[[ModelConfig], Any]) -> Loaded:
     config = dataclasses.replace(PRESETS[name], dtype=dtype)
     digest = hashlib.sha256(f"{PRESETS[name]} seed={_PRESET_SEED}".encode()).hexdigest()
-    return Loaded(config, init_params(config, jax.random.key(_PRESET_SEED)), tiny_tokenizer(), digest)
+    params = place(init_params(config, jax.random.key(_PRESET_SEED)), shardings(config))
+    return Loaded(config, params, tiny_tokenizer(), digest)
 
 
 def _missing(source: str, path: Path) -> InputError:
@@ -92,7 +95,11 @@ def _path(source: str, cache_dir: str | os.PathLike | None) -> _Folder:
 
 
 def load_model(
-    source: str | os.PathLike, dtype: str = "float32", *, cache_dir: str | os.PathLike | None = None
+    source: str | os.PathLike,
+    dtype: str = "float32",
+    *,
+    cache_dir: str | os.PathLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Model:
     """Loads a model with its tokenizer.
 
@@ -102,18 +109,20 @@ def load_model(
         fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or a preset: "tiny", "tiny-moe".
       dtype: compute dtype, written into `config.dtype`. Parameters are f32 master weights.
       cache_dir: default $JAXRL_CACHE_DIR, else the cache folder of the platform.
+      mesh: the parameters are spread over it as the learner's are (`parallel.rules.DEFAULT_RULES`), each straight from the
+        host, so that the model need not fit on one device; None: they go to the default device.
 
     A folder without tokenizer files gives `tokenizer=None`.
 
     Raises:
       InputError: not found, unsupported (named), damaged, a tensor missing or left over, a tokenizer that
-        does not fit the vocabulary.
+        does not fit the vocabulary; shapes that the mesh does not divide.
     """
     text = os.fspath(source)
     if dtype not in _DTYPES:
         raise InputError(f"load_model: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
     try:
-        loaded = _load(text, dtype, cache_dir)
+        loaded = _load(text, dtype, cache_dir, mesh)
     except OSError as error:
         raise InputError(f"model {text!r} cannot be read: {error}.") from error
     return Model(
@@ -149,7 +158,12 @@ def with_router_bias(model: Model, present: bool = True) -> Model:
         return model
     layers = {name: x for name, x in model.params["layers"].items() if name != "router_bias"}
     if present:
-        layers["router_bias"] = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
+        bias, beside = (
+            jnp.zeros((config.num_layers, config.num_experts), jnp.float32),
+            layers["router"].sharding,
+        )
+        spread = isinstance(beside, jax.sharding.NamedSharding)  # a router lies whole on every device
+        layers["router_bias"] = place(bias, beside) if spread else bias
     return dataclasses.replace(
         model,
         config=dataclasses.replace(config, router_bias=present),
@@ -157,11 +171,19 @@ def with_router_bias(model: Model, present: bool = True) -> Model:
     )
 
 
-def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+def _load(
+    text: str, dtype: str, cache_dir: str | os.PathLike | None, mesh: jax.sharding.Mesh | None
+) -> Loaded:
+    def shardings(config: ModelConfig) -> Any:
+        try:
+            return None if mesh is None else param_shardings(config, mesh)
+        except ValueError as error:
+            raise InputError(f"mesh: {error}") from None
+
     if text in PRESETS:
-        return _preset(text, dtype)
+        return _preset(text, dtype, shardings)
     folder, digests = _folder(text, cache_dir)
-    return load_directory(folder, dtype, digests)
+    return load_directory(folder, dtype, digests, shardings)
 
 
 def _folder(text: str, cache_dir: str | os.PathLike | None) -> _Folder:

@@ -33,8 +33,9 @@ from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajector
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
 from jaxrl_llm.sampler.base import Completion, SamplingParams
-from jaxrl_llm.sampler.engine import Carried, Engine
+from jaxrl_llm.sampler.engine import Engine
 from jaxrl_llm.sampler.replicas import Replicas
+from jaxrl_llm.sampler.requests import Carried
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["Schedule", "Stream", "StreamState", "batch_of", "in_time"]
