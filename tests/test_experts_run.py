@@ -13,6 +13,7 @@ from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.inference import load_policy
 from jaxrl_llm.objectives import build_objective
+from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.train import train
 
 ROUTERS = {
@@ -68,6 +69,12 @@ def test_a_run_balances_by_biases_that_its_sampler_has_too(balanced):
     # Whatever the objective of the config says.
     other, _ = load_policy(config("objective=grpo"), str(balanced))
     assert other.config.router_bias
+    # Over several devices, too.
+    spread, _ = load_policy(config("objective=grpo"), str(balanced), mesh=make_mesh(fsdp=2, expert=4))
+    assert len({len(x.sharding.device_set) for x in jax.tree.leaves(spread.params)} - {8}) == 0
+    np.testing.assert_array_equal(
+        spread.params["layers"]["router_bias"], model.params["layers"]["router_bias"]
+    )
 
 
 @pytest.mark.slow

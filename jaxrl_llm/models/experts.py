@@ -371,7 +371,8 @@ def _in_rounds(
 
     All pairs of all devices might be for the experts of one of them, and hardly ever are. The pairs for the experts that
     are here are put in order and taken `rows` at a time, until none is left: one round where loads are about even, and as
-    many as it takes otherwise. Nothing is kept for the backward pass, which computes each round again.
+    many as it takes otherwise. Where a round ends decides in which order the outputs of a token's experts are added, in f32,
+    and nothing else. Nothing is kept for the backward pass, which computes each round again.
     """
     return _rounds_forward(experts, rows, h, ids, gates, matrices)[0]
 
