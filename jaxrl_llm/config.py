@@ -171,7 +171,6 @@ class LearnerSettings:
     remat: Literal["none", "dots", "full"] = (
         "full"  # backward pass recomputes nothing | all but products | layers
     )
-    head_chunk: Positive = 1024  # positions whose logits are in memory at once
     # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
     # a group is then computed once a row. Worth it when prompts are longer than completions.
     row_tokens: Positive | None = None

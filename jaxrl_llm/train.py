@@ -70,7 +70,7 @@ from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step,
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
-from jaxrl_llm.learner.rows import minibatches
+from jaxrl_llm.learner.rows import head_chunk, minibatches
 from jaxrl_llm.learner.score import (
     Score,
     fill_logprobs,
@@ -231,7 +231,7 @@ class BaseRun(abc.ABC):
         wanted = teacher_needs(objective)
         teacher = configured_teacher(config, model, self.mesh)
         learner = config.learner
-        rows, remat = learner.micro_batch_rows, REMAT[learner.remat]
+        rows, remat, chunk = learner.micro_batch_rows, REMAT[learner.remat], head_chunk(self.mesh)
         o = config.optimizer
         self.optimizer = self.optimizer_of("optimizer", o.learning_rate, o.warmup_updates)
         try:
@@ -244,7 +244,7 @@ class BaseRun(abc.ABC):
                     **dataclasses.asdict(cast(Any, config.trust_region)),
                     micro_batch_rows=rows,
                     remat=remat,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                     entropy=entropy,
                 )
             else:
@@ -255,7 +255,7 @@ class BaseRun(abc.ABC):
                     self.mesh,
                     micro_batch_rows=rows,
                     remat=remat,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                     entropy=entropy,
                     policy=policy,
                     masses=self.command == "train",
@@ -279,7 +279,7 @@ class BaseRun(abc.ABC):
             )
         self.prepare = make_prepare(self.objective, self.mesh)
         self.score = make_score(
-            model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
+            model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=chunk
         )
         self.teacher_config = None if teacher is None else teacher.config
         self.teacher_digest = None if teacher is None else teacher.digest
@@ -292,7 +292,7 @@ class BaseRun(abc.ABC):
                     wanted,
                     self.mesh,
                     micro_batch_rows=learner.micro_batch_rows,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                 )
             except ValueError as error:
                 raise InputError(f"objective: {error}") from None
@@ -306,7 +306,7 @@ class BaseRun(abc.ABC):
                     listed,
                     self.mesh,
                     micro_batch_rows=learner.micro_batch_rows,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                 )
             except ValueError as error:
                 raise InputError(f"objective: {error}") from None
