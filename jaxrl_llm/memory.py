@@ -151,7 +151,9 @@ def _weight_copies(config: Config, model: ModelConfig) -> list[Part]:
     matrices = model.num_layers * (
         2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim + model.mlp_parameters
     )
-    width = 1 if kind != "compute" else compute if compute < 4 else 0  # f32 weights are not copied
+    # f32 weights are not copied, unless they outlive the train step that begins with them
+    shared = compute == 4 and config.schedule.sync_every == 1
+    width = 1 if kind != "compute" else 0 if shared else compute
     settings = ("sampler.weights", "model.source") if kind == "compute" else ("model.source",)
     return [Part("weights of the sampler", matrices * width, settings)] if width else []
 

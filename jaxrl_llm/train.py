@@ -3,7 +3,8 @@
 One train step, in the order in which it happens:
 
  0. With a schedule, 1 to 3 are a stream that outlives train steps (`rollout.stream`): samples under way go on under
-    the next weights, and no group older than schedule.max_age is trained on.
+    the next weights, which come every schedule.sync_every train steps, and no group older than schedule.max_age is
+    trained on.
  1. `PromptSource` gives the next prompts; their text became token ids in `rollout.task`.
  2. `Sampler.generate` draws a group of completions for each; every token carries its behavior log-prob and
     the version of the policy that drew it (and, where the objective reads them, the likeliest tokens in its place;
@@ -650,6 +651,7 @@ class Run(BaseRun):
         )
 
     stream: Stream | FleetStream | None = None  # of an asynchronous run, or of one with a fleet
+    comparable = True  # whether the sampler's log-probs of this train step are to be those of the learner
 
     def close(self) -> None:
         """Ends the workers of a fleet."""
@@ -697,12 +699,14 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
+        return isinstance(self.stream, Stream) and (
+            self.stream.schedule.ahead or (bool(self.devices) and self.stream.schedule.sync_every > 1)
+        )
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
-        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
-            self.stream.serve(self.state.params, version)
+        if isinstance(self.stream, Stream) and self.stream.schedule.ahead and version + 1 < self.config.steps:
+            self.stream.sync(self.state.params, version)
 
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
         """Samples the batch of the train step from `version`, while the learner's devices still compute `version`.
@@ -712,6 +716,8 @@ class Run(BaseRun):
         """
         if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
+        if not self.stream.schedule.ahead and self.stream.is_due(version):
+            return {}  # its batch is of the weights that are being computed
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]
 
@@ -766,7 +772,16 @@ class Run(BaseRun):
         warning = stream.ledger.warning()
         if warning is not None:
             self.warnings.append(warning)
-        return trajectories, metrics | figures | of_ledger | staleness_metrics(trajectories, self.version)
+        ages = staleness_metrics(trajectories, self.version)
+        self.comparable = stream.schedule.sync_every == 1 or not ages.get("staleness/age_max")
+        return trajectories, metrics | figures | of_ledger | ages
+
+    def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
+        """`BaseRun.learn`. No gap of sampler and learner where the weights differ by what the iteration has learned."""
+        learned, seconds = super().learn(batch)
+        if not self.comparable:
+            learned = {name: value for name, value in learned.items() if "logprob_gap" not in name}
+        return learned, seconds
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""

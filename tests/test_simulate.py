@@ -119,7 +119,7 @@ class TickEngine:
         self.slots, self.sizes, self.version, self.per = slots, sizes, 0, per
         self.waiting, self.placed, self.next = collections.deque(), {}, 0
 
-    def swap(self, params, *, version, pages):
+    def swap(self, params, *, version, pages, own):
         self.version = version
 
     def submit(self, prompt, sampling):
