@@ -699,9 +699,13 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return isinstance(self.stream, Stream) and (
-            self.stream.schedule.ahead or (bool(self.devices) and self.stream.schedule.sync_every > 1)
-        )
+        return self.streams or (isinstance(self.stream, Stream) and self.stream.schedule.ahead)
+
+    @property
+    def streams(self) -> bool:
+        """Whether that is so within an iteration only, whose minibatches all are of the weights that it began with."""
+        schedule = self.stream.schedule if isinstance(self.stream, Stream) else None
+        return schedule is not None and bool(self.devices) and schedule.sync_every > 1 and not schedule.ahead
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
@@ -716,7 +720,7 @@ class Run(BaseRun):
         """
         if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
-        if not self.stream.schedule.ahead and self.stream.is_due(version):
+        if self.streams and self.stream.is_due(version):
             return {}  # its batch is of the weights that are being computed
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]
@@ -860,10 +864,10 @@ class Run(BaseRun):
         )
 
     def speed(self, row: dict[str, float]) -> float:
-        """Sampled tokens per second of the rollout; of the whole train step where workers sample meanwhile."""
-        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row[
-            "time/total" if isinstance(self.stream, FleetStream) else "time/rollout"
-        ]
+        """Sampled tokens per second of the rollout; of the whole train step where others sample meanwhile."""
+        meanwhile = isinstance(self.stream, FleetStream) or self.streams
+        tokens = row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)
+        return tokens / row["time/total" if meanwhile else "time/rollout"]
 
 
 def _check_exact(config: Config, objective: LossTransform) -> None:
