@@ -258,10 +258,10 @@ def test_counts_are_those_of_the_stream(changes, n, slots, per):
         assert counts == tuple(sums.get(reason, (0, 0, 0))[:2])
 
 
-@pytest.mark.parametrize("swap", ["keep", "drain"])
-def test_counts_are_those_of_a_stream_with_the_real_engine(tiny_params, swap):
+@pytest.mark.parametrize("changes", [{}, {"swap": "drain"}, {"sync_every": 3}], ids=str)
+def test_counts_are_those_of_a_stream_with_the_real_engine(tiny_params, changes):
     """Lengths come from a model whose weights change; the simulator is given those that were sampled."""
-    schedule, steps, more = Schedule(groups=3, samples=2, max_age=2, swap=swap), 8, 6
+    schedule, steps, more = Schedule(groups=3, samples=2, max_age=2, **changes), 8, 6
     numbers = itertools.count()
     source = SimpleNamespace(
         next_batch=lambda k: [
