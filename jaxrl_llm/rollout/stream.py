@@ -35,7 +35,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajectory_of_data
+from jaxrl_llm.rollout.carry import answer_to, completion_of, from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
 from jaxrl_llm.sampler.base import Completion, SamplingParams
@@ -497,14 +497,18 @@ class StreamState:
     )  # uninformative groups of the next batch
 
     def as_data(self) -> dict[str, Any]:
-        """JSON values."""
+        """JSON values; the prompt of a group is in them once."""
+        prompts = {number: prompt for number, prompt, _ in self.open}
         return {
             "submitted": self.submitted,
             "ticks": self.ticks,
             "taken_at": self.taken_at,
-            "open": [[number, to_data(prompt), to_data(done)] for number, prompt, done in self.open],
+            "open": [
+                [number, to_data(prompt), [answer_to(prompt, c) for c in done]]
+                for number, prompt, done in self.open
+            ],
             "rows": [
-                [number, index, to_data(row.so_far), row.begun, row.priority]
+                [number, index, answer_to(prompts[number], row.so_far), row.begun, row.priority]
                 for number, index, row in self.rows
             ],
             "ready": [[g.number, g.oldest, to_data(g.trajectories), g.trained] for g in self.ready],
@@ -515,16 +519,17 @@ class StreamState:
     @classmethod
     def of(cls, data: Any) -> StreamState:
         """The state of which `as_data` gave these values."""
+        prompts = {number: Prompt(**from_data(prompt)) for number, prompt, _ in data["open"]}
         return cls(
             submitted=data["submitted"],
             ticks=data["ticks"],
             taken_at=data.get("taken_at", data["ticks"]),
             open=[
-                (number, Prompt(**from_data(prompt)), [completion_of(c) for c in done])
-                for number, prompt, done in data["open"]
+                (number, prompts[number], [completion_of(c, prompts[number]) for c in done])
+                for number, _, done in data["open"]
             ],
             rows=[
-                (number, index, Carried(completion_of(row), begun, priority))
+                (number, index, Carried(completion_of(row, prompts[number]), begun, priority))
                 for number, index, row, begun, priority in data["rows"]
             ],
             ready=[
