@@ -40,7 +40,7 @@ from jaxrl_llm.data.preferences import (
 )
 from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, trajectory_of
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
+from jaxrl_llm.learner.rows import head_chunk, micro_batches, pad_rows, place_batch
 from jaxrl_llm.learner.score import fill_logprobs, teacher_needs
 from jaxrl_llm.learner.update import Metrics
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
@@ -392,7 +392,7 @@ class SupervisedRun(BaseRun):
             model.config,
             self.mesh,
             micro_batch_rows=config.learner.micro_batch_rows,
-            chunk=config.learner.head_chunk,
+            chunk=head_chunk(self.mesh),
             policy=policy,
             teacher=self.teacher_config,
         )

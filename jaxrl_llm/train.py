@@ -3,7 +3,8 @@
 One train step, in the order in which it happens:
 
  0. With a schedule, 1 to 3 are a stream that outlives train steps (`rollout.stream`): samples under way go on under
-    the next weights, and no group older than schedule.max_age is trained on.
+    the next weights, which come every schedule.sync_every train steps, and no group older than schedule.max_age is
+    trained on.
  1. `PromptSource` gives the next prompts; their text became token ids in `rollout.task`.
  2. `Sampler.generate` draws a group of completions for each; every token carries its behavior log-prob and
     the version of the policy that drew it (and, where the objective reads them, the likeliest tokens in its place;
@@ -70,7 +71,7 @@ from jaxrl_llm.learner.critic import fill_values, init_critic, make_critic_step,
 from jaxrl_llm.learner.exact import make_exact_score
 from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.reductions import CHECK_EVERY, check_sums, make_reduction_check
-from jaxrl_llm.learner.rows import minibatches
+from jaxrl_llm.learner.rows import head_chunk, minibatches
 from jaxrl_llm.learner.score import (
     Score,
     fill_logprobs,
@@ -231,7 +232,7 @@ class BaseRun(abc.ABC):
         wanted = teacher_needs(objective)
         teacher = configured_teacher(config, model, self.mesh)
         learner = config.learner
-        rows, remat = learner.micro_batch_rows, REMAT[learner.remat]
+        rows, remat, chunk = learner.micro_batch_rows, REMAT[learner.remat], head_chunk(self.mesh)
         o = config.optimizer
         self.optimizer = self.optimizer_of("optimizer", o.learning_rate, o.warmup_updates)
         try:
@@ -244,7 +245,7 @@ class BaseRun(abc.ABC):
                     **dataclasses.asdict(cast(Any, config.trust_region)),
                     micro_batch_rows=rows,
                     remat=remat,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                     entropy=entropy,
                 )
             else:
@@ -255,7 +256,7 @@ class BaseRun(abc.ABC):
                     self.mesh,
                     micro_batch_rows=rows,
                     remat=remat,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                     entropy=entropy,
                     policy=policy,
                     masses=self.command == "train",
@@ -279,7 +280,7 @@ class BaseRun(abc.ABC):
             )
         self.prepare = make_prepare(self.objective, self.mesh)
         self.score = make_score(
-            model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=learner.head_chunk
+            model.config, self.mesh, micro_batch_rows=learner.micro_batch_rows, chunk=chunk
         )
         self.teacher_config = None if teacher is None else teacher.config
         self.teacher_digest = None if teacher is None else teacher.digest
@@ -292,7 +293,7 @@ class BaseRun(abc.ABC):
                     wanted,
                     self.mesh,
                     micro_batch_rows=learner.micro_batch_rows,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                 )
             except ValueError as error:
                 raise InputError(f"objective: {error}") from None
@@ -306,7 +307,7 @@ class BaseRun(abc.ABC):
                     listed,
                     self.mesh,
                     micro_batch_rows=learner.micro_batch_rows,
-                    chunk=learner.head_chunk,
+                    chunk=chunk,
                 )
             except ValueError as error:
                 raise InputError(f"objective: {error}") from None
@@ -650,6 +651,7 @@ class Run(BaseRun):
         )
 
     stream: Stream | FleetStream | None = None  # of an asynchronous run, or of one with a fleet
+    comparable = True  # whether the sampler's log-probs of this train step are to be those of the learner
 
     def close(self) -> None:
         """Ends the workers of a fleet."""
@@ -697,12 +699,18 @@ class Run(BaseRun):
     @property
     def overlaps(self) -> bool:
         """Whether the next batch is sampled while this one is learned from."""
-        return isinstance(self.stream, Stream) and self.stream.schedule.ahead
+        return self.streams or (isinstance(self.stream, Stream) and self.stream.schedule.ahead)
+
+    @property
+    def streams(self) -> bool:
+        """Whether that is so within an iteration only, whose minibatches all are of the weights that it began with."""
+        schedule = self.stream.schedule if isinstance(self.stream, Stream) else None
+        return schedule is not None and bool(self.devices) and schedule.sync_every > 1 and not schedule.ahead
 
     def hand_over(self, version: int) -> None:
         """Weights for the samples of `meanwhile`; copied to the sampler's devices, since the learner consumes its own."""
-        if isinstance(self.stream, Stream) and self.overlaps and version + 1 < self.config.steps:
-            self.stream.serve(self.state.params, version)
+        if isinstance(self.stream, Stream) and self.stream.schedule.ahead and version + 1 < self.config.steps:
+            self.stream.sync(self.state.params, version)
 
     def meanwhile(self, version: int, begin: float) -> dict[str, float]:
         """Samples the batch of the train step from `version`, while the learner's devices still compute `version`.
@@ -712,6 +720,8 @@ class Run(BaseRun):
         """
         if not (isinstance(self.stream, Stream) and self.overlaps) or version >= self.config.steps:
             return {}
+        if self.streams and self.stream.is_due(version):
+            return {}  # its batch is of the weights that are being computed
         began, learned = time.perf_counter(), 0.0
         last = jax.tree.leaves(self.state.params)[-1]
 
@@ -766,7 +776,16 @@ class Run(BaseRun):
         warning = stream.ledger.warning()
         if warning is not None:
             self.warnings.append(warning)
-        return trajectories, metrics | figures | of_ledger | staleness_metrics(trajectories, self.version)
+        ages = staleness_metrics(trajectories, self.version)
+        self.comparable = stream.schedule.sync_every == 1 or not ages.get("staleness/age_max")
+        return trajectories, metrics | figures | of_ledger | ages
+
+    def learn(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
+        """`BaseRun.learn`. No gap of sampler and learner where the weights differ by what the iteration has learned."""
+        learned, seconds = super().learn(batch)
+        if not self.comparable:
+            learned = {name: value for name, value in learned.items() if "logprob_gap" not in name}
+        return learned, seconds
 
     def gather(self, on_progress: Any) -> tuple[TokenBatch, list[Any], dict[str, float]]:
         """Prompts, completions, rewards: one packed batch, its trajectories and the metrics of all that was sampled."""
@@ -845,10 +864,10 @@ class Run(BaseRun):
         )
 
     def speed(self, row: dict[str, float]) -> float:
-        """Sampled tokens per second of the rollout; of the whole train step where workers sample meanwhile."""
-        return (row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)) / row[
-            "time/total" if isinstance(self.stream, FleetStream) else "time/rollout"
-        ]
+        """Sampled tokens per second of the rollout; of the whole train step where others sample meanwhile."""
+        meanwhile = isinstance(self.stream, FleetStream) or self.streams
+        tokens = row["rollout/tokens"] + row.get("rollout/baseline_tokens", 0.0)
+        return tokens / row["time/total" if meanwhile else "time/rollout"]
 
 
 def _check_exact(config: Config, objective: LossTransform) -> None:
