@@ -42,7 +42,7 @@ from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, tr
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.rows import head_chunk, micro_batches, pad_rows, place_batch
 from jaxrl_llm.learner.score import fill_logprobs, teacher_needs
-from jaxrl_llm.learner.update import Metrics
+from jaxrl_llm.learner.update import Metrics, reads_routers
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
@@ -109,6 +109,7 @@ def make_measure(
     shards = batch_shards(mesh)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
+    wants_routers = reads_routers(objective, config, policy is None)
     divergence = teacher_needs(objective).divergence
 
     def run(params: Any, batch: TokenBatch, state: dict[str, Any], teacher_params: Any = None) -> Metrics:
@@ -132,7 +133,7 @@ def make_measure(
                     chunk=chunk,
                     blocks=shards,
                     teacher=head,
-                    router_probs="router_probs" in needed_fields(objective),
+                    **wants_routers,
                     layout=layout_of(mesh),
                 )
             result = evaluate(objective, output, micro, state)

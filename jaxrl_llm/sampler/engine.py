@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.experts import on_mesh
+from jaxrl_llm.models.experts import dropless, on_mesh
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
@@ -156,7 +156,7 @@ class Engine:
                 )
             ]
         )
-        self.config = on_mesh(config, mesh)
+        self.config = on_mesh(dropless(config), mesh)
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
         self.version = 0
