@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.assembly import REMAT, build_mesh, check_teacher_source, configured_model, teacher_config
+from jaxrl_llm.base_run import BaseRun
 from jaxrl_llm.config import DATA_ROWS, Config
 from jaxrl_llm.data.preferences import (
     Labelled,
@@ -57,7 +58,7 @@ from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
-from jaxrl_llm.train import BaseRun, session
+from jaxrl_llm.train import session
 from jaxrl_llm.transforms import LossTransform, evaluate, needed_fields, takes_pairs
 from jaxrl_llm.transforms.preference import takes_labels
 from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch, Trajectory
