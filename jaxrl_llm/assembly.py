@@ -522,9 +522,10 @@ def schedule_of(config: Config) -> Schedule | None:
         groups=r.prompts,
         samples=r.group_size,
         max_age=s.max_age,
+        sync_every=s.sync_every,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
-        ahead=bool(config.mesh.sampler and s.max_age),
+        ahead=bool(config.mesh.sampler and s.max_age >= s.sync_every),
     )
 
 

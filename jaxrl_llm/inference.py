@@ -29,6 +29,7 @@ from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.diagnostics.parity import ParityCertificate, ParityLimits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fine_tune import evaluate_reward_model
+from jaxrl_llm.learner.rows import head_chunk
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
@@ -286,7 +287,7 @@ def parity_config(
         model.config,
         mesh,
         micro_batch_rows=config.learner.micro_batch_rows,
-        chunk=config.learner.head_chunk,
+        chunk=head_chunk(mesh),
     )
     scorer = ExactScorer.of(sampler) if exact else None
     seconds: dict[str, float] = {}

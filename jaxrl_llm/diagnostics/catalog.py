@@ -151,7 +151,8 @@ METRICS: dict[str, str] = {
     "rollout/ticks": "dispatches of the sampler in this train step",
     "rollout/in_flight_groups": "groups under way after this train step, some of their samples not complete",
     "rollout/ready_groups": "complete groups that wait for the next train step",
-    "rollout/barrier": "1 where groups under way were taken up from a snapshot, their keys and values computed again",
+    "rollout/barrier": "1 where groups under way were taken up from a snapshot, their keys and values computed again; and "
+    "with schedule.sync_every where a snapshot brought the sampler new weights",
     "time/fleet/workers": "workers that run",
     "time/fleet/joined": "workers that came up in this train step",
     "time/fleet/left": "workers that left because the fleet was made smaller",

@@ -210,6 +210,7 @@ class Engine:
         version: int = 0,
         pages: Pages = "keep",
         expect: str | None = None,
+        own: bool = False,
     ) -> str:
         """Serves other weights from the next dispatch on; the first call loads them.
 
@@ -220,6 +221,7 @@ class Engine:
             of later tokens says how old they are. "recompute": they are computed again under the new weights.
             Nothing that the old weights computed is used for a row that begins later.
           expect: fingerprint that the tree must have; it is refused otherwise, and the old weights stay.
+          own: copy what would be shared with the tree, so that it may be consumed while they are served.
 
         Returns:
           The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
@@ -228,6 +230,8 @@ class Engine:
           InputError: another model's tree, or another fingerprint than `expect`; the old weights stay.
         """
         weights, print_ = self.accept(params, version=version, pages=pages, expect=expect)
+        if own and self._device is None:  # on another device they are copies
+            weights = decode.owned(weights, params)
         self.commit(self.stage(weights, version=version, fingerprint=print_), pages=pages)
         return print_
 
