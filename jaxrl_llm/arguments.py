@@ -202,6 +202,8 @@ class Convert:
     """New folder."""
     version: int | None = None
     """For a run folder: which snapshot; default: the newest."""
+    drop_router_bias: bool = False
+    """Of a mixture of experts balanced by biases: write it without them, as another policy."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.models.load import Model, config_of, load_model, with_router_bias
 from jaxrl_llm.models.params import abstract_params
+from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.stream import Schedule
@@ -26,12 +27,14 @@ from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.transforms.adaptive import expert_capacity, moves_router_bias
 from jaxrl_llm.types import TokenBatch
 
 __all__ = [
     "REMAT",
     "Policy",
     "Teacher",
+    "as_saved",
     "build_engine",
     "build_mesh",
     "build_sampler",
@@ -41,6 +44,7 @@ __all__ = [
     "check_teacher_source",
     "check_experts",
     "configured_model",
+    "for_objective",
     "held_out_items",
     "inference_mesh",
     "in_sampler_order",
@@ -78,6 +82,8 @@ REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
 def configured_model(config: Config, mesh: jax.sharding.Mesh | None) -> Model:
     """Loads the model of a config, with its tokenizer and compute dtypes, spread over a mesh if one is given.
 
+    It has what the objective asks of its experts, see `for_objective`.
+
     Raises:
       InputError: see `load_model` and `check_experts`; or the model brings no tokenizer.
     """
@@ -89,7 +95,27 @@ def configured_model(config: Config, mesh: jax.sharding.Mesh | None) -> Model:
             f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json."
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-    return dataclasses.replace(model, config=changed)
+    wanted = for_objective(config, changed)
+    model = dataclasses.replace(model, config=dataclasses.replace(wanted, router_bias=False))
+    return with_router_bias(model, wanted.router_bias)
+
+
+def for_objective(config: Config, model: ModelConfig) -> ModelConfig:
+    """The config of the model with what the objective of a run asks of its experts: biases of routers, a capacity."""
+    if not model.num_experts:
+        return model
+    try:
+        objective = build_objective(config.objective)
+    except InputError:
+        return model  # one's own that is not at hand: where it is needed, that is an error
+    return dataclasses.replace(
+        model, router_bias=moves_router_bias(objective), expert_capacity=expert_capacity(objective)
+    )
+
+
+def as_saved(model: Model, store: SnapshotStore, version: int) -> Model:
+    """The model with biases of routers if a snapshot has some, and without if not."""
+    return with_router_bias(model, "params/layers/router_bias" in store.shapes(version))
 
 
 def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> Any:
@@ -254,6 +280,7 @@ def _of_snapshot(path: str, where: str, dtype: str, mesh: jax.sharding.Mesh | No
     store = SnapshotStore(directory, read_only=True)
     meta = store.meta(version)
     model = _load_teacher(_began_from(meta, where), where, dtype, mesh)
+    model = as_saved(model, store, int(meta["version"]))
     params, meta = store.restore_params(int(meta["version"]), like=model.params)
     return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
 
@@ -495,9 +522,10 @@ def schedule_of(config: Config) -> Schedule | None:
         groups=r.prompts,
         samples=r.group_size,
         max_age=s.max_age,
+        sync_every=s.sync_every,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
-        ahead=bool(config.mesh.sampler and s.max_age),
+        ahead=bool(config.mesh.sampler and s.max_age >= s.sync_every),
     )
 
 

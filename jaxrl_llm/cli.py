@@ -134,7 +134,12 @@ def _run(command: Any) -> int:
             from jaxrl_llm import inference
 
             with _showing_progress():
-                folder = inference.export(command.source, command.target, version=command.version)
+                folder = inference.export(
+                    command.source,
+                    command.target,
+                    version=command.version,
+                    drop_router_bias=command.drop_router_bias,
+                )
             print(folder)
             return 0
         case Objectives():

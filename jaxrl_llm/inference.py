@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.assembly import (
+    as_saved,
     build_mesh,
     build_sampler,
     build_task,
@@ -28,6 +29,7 @@ from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.diagnostics.parity import ParityCertificate, ParityLimits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fine_tune import evaluate_reward_model
+from jaxrl_llm.learner.rows import head_chunk
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
@@ -65,7 +67,7 @@ def load_policy(
         return configured_model(config, mesh), 0
     store, version = _open_policy(snapshot, version)
     check_snapshot_model(config, store, version)
-    model = configured_model(config, mesh)
+    model = as_saved(configured_model(config, mesh), store, int(store.meta(version)["version"]))
     params, meta = store.restore_params(version, like=model.params)
     return dataclasses.replace(model, params=params), int(meta["version"])
 
@@ -285,7 +287,7 @@ def parity_config(
         model.config,
         mesh,
         micro_batch_rows=config.learner.micro_batch_rows,
-        chunk=config.learner.head_chunk,
+        chunk=head_chunk(mesh),
     )
     scorer = ExactScorer.of(sampler) if exact else None
     seconds: dict[str, float] = {}
@@ -322,11 +324,16 @@ def parity_config(
     return certificate, seconds
 
 
-def export(source: str, target: str, *, version: int | None = None) -> pathlib.Path:
+def export(
+    source: str, target: str, *, version: int | None = None, drop_router_bias: bool = False
+) -> pathlib.Path:
     """Writes a model, or a snapshot of a run, as a Hugging Face folder that any other tool can load.
 
+    Args:
+      drop_router_bias: leave out biases of routers, see `save_hf`.
+
     Raises:
-      InputError: the target exists, or there is no such model or snapshot.
+      InputError: the target exists, there is no such model or snapshot, or its routers have biases that the format does not.
     """
     folder = pathlib.Path(target)
     check_path(folder, "target")
@@ -338,7 +345,7 @@ def export(source: str, target: str, *, version: int | None = None) -> pathlib.P
     else:
         model = load_model(source)
     try:
-        save_hf(model.config, model.params, model.tokenizer, folder)
+        save_hf(model.config, model.params, model.tokenizer, folder, drop_router_bias=drop_router_bias)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written: {error.strerror or error}. Choose another target."

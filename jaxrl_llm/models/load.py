@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.models.config import TINY, TINY_MOE, ModelConfig
@@ -23,7 +24,7 @@ from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
-__all__ = ["Model", "PRESETS", "config_of", "load_model"]
+__all__ = ["Model", "PRESETS", "config_of", "load_model", "with_router_bias"]
 
 PRESETS = {"tiny": TINY, "tiny-moe": TINY_MOE}
 _PRESET_SEED = 0
@@ -145,6 +146,29 @@ def config_of(source: str, dtype: str) -> ModelConfig:
         return read_config(_folder(source, None)[0], dtype)
     except OSError as error:
         raise InputError(f"model {source!r} cannot be read: {error}.") from error
+
+
+def with_router_bias(model: Model, present: bool = True) -> Model:
+    """The model with biases of its routers, which begin at 0, as `transforms.balance_experts_by_bias` needs them.
+
+    A model without experts, or one that has them, is given back as it is. `present=False` takes them away.
+    """
+    config = model.config
+    if not config.num_experts or config.router_bias == present:
+        return model
+    layers = {name: x for name, x in model.params["layers"].items() if name != "router_bias"}
+    if present:
+        bias, beside = (
+            jnp.zeros((config.num_layers, config.num_experts), jnp.float32),
+            layers["router"].sharding,
+        )
+        spread = isinstance(beside, jax.sharding.NamedSharding)  # a router lies whole on every device
+        layers["router_bias"] = place(bias, beside) if spread else bias
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(config, router_bias=present),
+        params={**model.params, "layers": layers},
+    )
 
 
 def _load(

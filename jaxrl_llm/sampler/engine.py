@@ -22,7 +22,7 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.experts import on_mesh
+from jaxrl_llm.models.experts import dropless, on_mesh
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
@@ -156,7 +156,7 @@ class Engine:
                 )
             ]
         )
-        self.config = on_mesh(config, mesh)
+        self.config = on_mesh(dropless(config), mesh)
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
         self.version = 0
@@ -210,6 +210,7 @@ class Engine:
         version: int = 0,
         pages: Pages = "keep",
         expect: str | None = None,
+        own: bool = False,
     ) -> str:
         """Serves other weights from the next dispatch on; the first call loads them.
 
@@ -220,6 +221,7 @@ class Engine:
             of later tokens says how old they are. "recompute": they are computed again under the new weights.
             Nothing that the old weights computed is used for a row that begins later.
           expect: fingerprint that the tree must have; it is refused otherwise, and the old weights stay.
+          own: copy what would be shared with the tree, so that it may be consumed while they are served.
 
         Returns:
           The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
@@ -228,6 +230,8 @@ class Engine:
           InputError: another model's tree, or another fingerprint than `expect`; the old weights stay.
         """
         weights, print_ = self.accept(params, version=version, pages=pages, expect=expect)
+        if own and self._device is None:  # on another device they are copies
+            weights = decode.owned(weights, params)
         self.commit(self.stage(weights, version=version, fingerprint=print_), pages=pages)
         return print_
 

@@ -142,8 +142,12 @@ class Replicas:
         version: int = 0,
         pages: Pages = "keep",
         expect: str | None = None,
+        own: bool = False,
     ) -> str:
-        """`Engine.swap` of every replica. All of them serve the new weights, or, when anything is raised, none."""
+        """`Engine.swap` of every replica. All of them serve the new weights, or, when anything is raised, none.
+
+        Each has copies on its device, so that they are its own in any case.
+        """
         weights, print_ = self._engines[0].accept(params, version=version, pages=pages, expect=expect)
         staged = [engine.stage(weights, version=version, fingerprint=print_) for engine in self._engines]
         jax.block_until_ready(staged)  # a device that lacks the memory says so before any of them has changed

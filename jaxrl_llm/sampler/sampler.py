@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import dropless
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import AttentionPath, attention_of
@@ -83,7 +84,7 @@ class Sampler:
             weights=weights,
             kv=kv,
         )
-        self.config = config
+        self.config = dropless(config)
         self.stats = SamplerStats(slots=slots)
         self._pages = pages
         self._max_context = max_context or config.max_positions

@@ -366,7 +366,7 @@ WIDTHS = [14, pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=p
 @pytest.mark.parametrize(
     "recipe",
     [
-        "grpo",
+        pytest.param("grpo", marks=pytest.mark.slow),
         pytest.param("dr_grpo", marks=pytest.mark.slow),
         pytest.param("dapo", marks=pytest.mark.slow),
         "gspo",
