@@ -2,7 +2,7 @@
 
 A YAML file holds data and no logic. Loading reports every problem at once, with the full key path, what was
 given, what is allowed and the nearest valid name, before anything heavy is imported. Defaults live here and
-nowhere else; no function below `train.py` takes a `Config`.
+nowhere else; no function below `base_run.py` takes a `Config`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_the_command_refuses_before_it_compiles(monkeypatch, capsys, tmp_path, s
     def forbidden(*args, **more):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("jaxrl_llm.train.make_update_step", forbidden)
+    monkeypatch.setattr("jaxrl_llm.base_run.make_update_step", forbidden)
     monkeypatch.setattr("jaxrl_llm.sampler.Sampler.generate", forbidden)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as end:

@@ -39,8 +39,9 @@ from jaxrl_llm.rollout.carry import answer_to, completion_of, from_data, to_data
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
 from jaxrl_llm.sampler.base import Completion, SamplingParams
-from jaxrl_llm.sampler.engine import Carried, Engine
+from jaxrl_llm.sampler.engine import Engine
 from jaxrl_llm.sampler.replicas import Replicas
+from jaxrl_llm.sampler.requests import Carried
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["Schedule", "Stream", "StreamState", "batch_of", "in_time"]

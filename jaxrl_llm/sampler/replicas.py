@@ -17,8 +17,9 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
-from jaxrl_llm.sampler.engine import Carried, Engine, Event, Pages
+from jaxrl_llm.sampler.engine import Engine, Pages
 from jaxrl_llm.sampler.prefix_cache import page_names
+from jaxrl_llm.sampler.requests import Carried, Event
 from jaxrl_llm.types import Prompt
 
 __all__ = ["Replicas"]
