@@ -26,10 +26,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import pathlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -600,7 +601,8 @@ def loop(
     def save() -> None:
         nonlocal saved
         if saved != run.version:
-            run.save(position)
+            with _uncollected():
+                run.save(position)
             saved = run.version
 
     try:
@@ -666,6 +668,21 @@ def loop(
     if until is not None:
         save()
     return False
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No pass of the garbage collector: the many small values of a snapshot, which end with it, would bring about several.
+
+    A pass looks at all that the process holds, which takes as long as a train step of a small model.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def measured(run: BaseRun, display: Any, stop: StopRequest | None) -> dict[str, float]:
