@@ -18,7 +18,7 @@ from jaxrl_llm.models.decoder import Remat
 from jaxrl_llm.models.load import Model, config_of, load_model, with_router_bias
 from jaxrl_llm.models.params import abstract_params
 from jaxrl_llm.objectives import build_objective
-from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.mesh import learner_and_sampler, make_mesh
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.rollout.task import Task, make_task
@@ -537,7 +537,7 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
     try:
         return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, expert=m.expert, context=m.context)
     except ValueError as error:
-        raise InputError(f"mesh: {error}") from None
+        raise InputError(str(error)) from None
 
 
 def inference_mesh(config: Config) -> jax.sharding.Mesh | None:
@@ -549,7 +549,7 @@ def inference_mesh(config: Config) -> jax.sharding.Mesh | None:
 
 
 def sampler_devices(config: Config) -> list[jax.Device]:
-    """The devices that only sample, those after the learner's; none: the learner's sample, too.
+    """The devices that only sample, beside the learner's (`parallel.mesh.learner_and_sampler`); none: the learner's sample, too.
 
     Raises:
       InputError: there are not that many, or they belong to several processes.
@@ -569,4 +569,4 @@ def sampler_devices(config: Config) -> list[jax.Device]:
             f"{learner + m.sampler}, and there are {len(devices)}. Lower them or leave mesh.sampler out; on a CPU, "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={learner + m.sampler} makes as many."
         )
-    return devices[learner : learner + m.sampler]
+    return learner_and_sampler(devices, learner, m.sampler)[1]

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.losses.divergences import Divergence
 from jaxrl_llm.models.blockwise import goes_in_blocks, seen, sight_of
@@ -303,12 +303,39 @@ def _head_backward(plan, residuals, cotangents):
     dw_RDV, dx = chunks.fold(
         compute, zeros, chunks.cut((*fields, y_RME, d_divergence, support_RMS, own, whole))
     )
-    dw_DV = jnp.sum(dw_RDV, axis=0).astype(w_DV.dtype)
-    dw_DV = pinned(dw_DV, None if plan.layout is None else plan.layout.head_gradient)
+    dw_DV = _sum_of_blocks(dw_RDV, plan.layout).astype(w_DV.dtype)
     return chunks.join(dx).astype(h_RMD.dtype), dw_DV, None, None, None, None, None, None, None
 
 
 _head.defvjp(_head_forward, _head_backward)
+
+
+def _sum_of_blocks(dw_RDV: Array, layout: Layout | None) -> Array:
+    """[D, V], laid out as the gradient of the head."""
+    if layout is None:
+        return jnp.sum(dw_RDV, axis=0)
+    (blocks,), (kept, vocab) = layout.blocks.spec, layout.head_gradient.spec
+    kept, split = ((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (kept, vocab))
+    if not set(kept) <= set(blocks) or set(split) & set(blocks):  # rules of one's own
+        return pinned(jnp.sum(dw_RDV, axis=0), layout.head_gradient)
+    others = tuple(axis for axis in blocks if axis not in kept)
+
+    def of_a_device(dw_RDV: Array) -> Array:
+        # Each device receives the shard that it keeps. Compilers give it the whole sum to cut that from: twice the bytes.
+        dw_DV = jnp.sum(dw_RDV, axis=0)
+        if kept:
+            dw_DV = jax.lax.psum_scatter(dw_DV, kept, scatter_dimension=0, tiled=True)
+            # Otherwise XLA adds up whole gradients over micro-batches, and scatters at the end what has no room.
+            dw_DV = jax.lax.optimization_barrier(dw_DV)
+        return jax.lax.psum(dw_DV, others) if others else dw_DV
+
+    return jax.shard_map(
+        of_a_device,
+        mesh=layout.blocks.mesh,
+        in_specs=PartitionSpec(blocks, None, vocab),
+        out_specs=layout.head_gradient.spec,
+        check_vma=False,
+    )(dw_RDV)
 
 
 def head_logprobs(

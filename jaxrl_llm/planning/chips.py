@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
 
 from jaxrl_llm.errors import InputError, did_you_mean
 
-__all__ = ["CHIPS", "Chip", "Topology", "device_mesh", "peak_time", "topology_of"]
+__all__ = ["CHIPS", "Chip", "Topology", "peak_time", "topology_of"]
 
 _GIB, _G = 2**30, 1e9
 
@@ -155,7 +149,9 @@ def topology_of(name: str, slices: int = 1) -> Topology:
         ) from None
     from jax.experimental import topologies
 
-    options = {} if slices == 1 else {"num_slices": slices}
+    options: dict[str, Any] = {} if slices == 1 else {"num_slices": slices}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"  # JAX sees the two cores of a chip as one device
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except Exception as error:  # whatever libtpu raises, it says which shapes there are
@@ -163,68 +159,6 @@ def topology_of(name: str, slices: int = 1) -> Topology:
             f"--topology {name}: libtpu does not know it: {str(error).splitlines()[0][:300]}"
         ) from None
     return Topology(name, CHIPS[kind], slices, tuple(found.devices))
-
-
-def device_mesh(
-    topology: Topology,
-    sizes: Mapping[str, int],
-    devices: tuple[Any, ...] | None = None,
-    dcn_axis: str = "data",
-) -> Mesh:
-    """A mesh over devices of a topology; several slices lie along `dcn_axis`, so that only it crosses between them.
-
-    Args:
-      sizes: of the axes, in order.
-      devices: default: all.
-
-    Raises:
-      InputError: the sizes do not multiply to the number of devices, or an axis would have to cross slices.
-    """
-    devices = topology.devices if devices is None else devices
-    needed = math.prod(sizes.values())
-    shown = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items())
-    if needed != len(devices):
-        raise InputError(
-            f"mesh: {shown} takes {needed} devices, and {topology.name}"
-            f"{f' x {topology.slices} slices' if topology.slices > 1 else ''} has {len(devices)}"
-            f"{' for the learner, beside those of mesh.sampler' if len(devices) < len(topology.devices) else ''}. Choose "
-            f"sizes whose product is {len(devices)}, for example --set mesh.fsdp={len(devices)} and 1 for the others."
-        )
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    shape = tuple(sizes.values())
-    if slices > 1:
-        if sizes[dcn_axis] % slices:
-            raise InputError(
-                f"mesh: {shown}: {slices} slices must divide mesh.{dcn_axis}, the axis that may cross between slices; the "
-                f"others move too much for the network between them. For example --set mesh.{dcn_axis}={slices}."
-            )
-        inner = tuple(size // slices if name == dcn_axis else size for name, size in sizes.items())
-        outer = tuple(slices if name == dcn_axis else 1 for name in sizes)
-        with _quiet():
-            grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
-    elif needed == 1:
-        grid = np.array(devices).reshape(shape)
-    else:
-        with _quiet():
-            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of `mesh_utils` on how it has split physical axes."""
-    import logging
-    import warnings
-
-    logger = logging.getLogger(mesh_utils.__name__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def peak_time(chip: Chip, flops: float, hbm: float, ici: float, dcn: float) -> dict[str, float]:

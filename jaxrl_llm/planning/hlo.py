@@ -1,8 +1,9 @@
 """What a compiled program costs, counted from its HLO text: products, memory traffic, collectives.
 
 XLA's own cost analysis counts the body of a loop once, and a decoder is a loop over its layers. Here a body counts as
-often as it runs: the bound is the constant that the counter is compared with in the condition of the loop. Where there
-is none (the loop ends when the data say so), `dynamic_trips` stands for it, and the loop is listed.
+often as it runs: the bound is the constant that the counter is compared with in the condition of the loop, and the body
+says by how much the counter goes up (the loops that gather weights while they multiply take two shards a turn). Where
+there is no bound (the loop ends when the data say so), `dynamic_trips` stands for it, and the loop is listed.
 
 A custom kernel is opaque, but most say what they cost in the text (`cost_estimate` of `pallas_call`; XLA writes it for its
 products of experts too): that counts. What the work of a kernel depends on the data for is its author's to assume.
@@ -259,6 +260,20 @@ def _axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str
 # ------------------------------------------------------------------------------------------- cost
 
 
+# The limit of a loop, and which element of what it carries is compared with it.
+_Bound = tuple[int, int | None]
+
+
+def _constant(i: _Instruction | None) -> int | None:
+    known = i is not None and i.opcode == "constant" and re.fullmatch(r"-?\d+", i.operands[0])
+    return int(i.operands[0]) if i is not None and known else None
+
+
+def _element(i: _Instruction | None) -> int | None:
+    found = re.search(r"\bindex=(\d+)", i.attributes) if i and i.opcode == "get-tuple-element" else None
+    return int(found.group(1)) if found else None
+
+
 class _Counter:
     def __init__(self, text: str, mesh: Mapping[str, int], slice_of: Sequence[int], dynamic_trips: float):
         self.computations, self.entry = _parse(text)
@@ -293,7 +308,7 @@ class _Counter:
                 continue
             if i.opcode == "while":
                 body, condition = i.called("body"), i.called("condition")
-                trips = self.trips(i, str(condition))
+                trips = self.trips(i, str(condition), str(body))
                 self.walk(str(body), times * trips, in_memory)
                 continue
             if i.opcode == "conditional":
@@ -354,18 +369,18 @@ class _Counter:
             self.collectives[key][0] += count
             self.collectives[key][1] += size
 
-    def trips(self, loop: _Instruction, condition: str) -> float:
+    def trips(self, loop: _Instruction, condition: str, body: str) -> float:
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
         if found:
             return float(found.group(1))
         bounds = self.bounds(condition)
         if bounds:
-            return float(min(bounds))
+            return float(min(-(-limit // self.step(body, counter)) for limit, counter in bounds))
         self.dynamic[loop.where] = None
         return self.dynamic_trips
 
-    def bounds(self, condition: str) -> list[int]:
-        """The constants that something is compared with: counters start at 0 and go up by 1."""
+    def bounds(self, condition: str) -> list[_Bound]:
+        """What is compared with a constant: counters start at 0 and go up."""
         out = []
         computation = self.computations[condition]
         for key, i in computation.items():
@@ -375,38 +390,55 @@ class _Counter:
                 out += self.compared(i, computation)
         return out
 
-    def bounds_of_fusion(self, fusion: _Instruction, outer: Mapping[str, _Instruction]) -> list[int]:
+    def bounds_of_fusion(self, fusion: _Instruction, outer: Mapping[str, _Instruction]) -> list[_Bound]:
+        inner = self.within(fusion, outer)
+        return [
+            bound
+            for key, i in inner.items()
+            if i.opcode == "compare" and key != "ROOT"
+            for bound in self.compared(i, inner)
+        ]
+
+    def within(self, fusion: _Instruction, outer: Mapping[str, _Instruction]) -> dict[str, _Instruction]:
+        """The instructions of a fusion by name, in place of its parameters what they are outside."""
         inner = self.computations[str(fusion.called("calls"))]
         given = {
             i.name: outer.get(fusion.operands[int(i.operands[0])])
             for key, i in inner.items()
             if i.opcode == "parameter" and key != "ROOT"
         }
-        seen = {name: given.get(name) or i for name, i in inner.items()}
-        return [
-            n
-            for key, i in inner.items()
-            if i.opcode == "compare" and key != "ROOT"
-            for n in self.compared(i, seen)
-        ]
+        return {name: given.get(i.name) or i for name, i in inner.items()}
 
-    def compared(self, i: _Instruction, around: Mapping[str, _Instruction]) -> list[int]:
+    def compared(self, i: _Instruction, around: Mapping[str, _Instruction]) -> list[_Bound]:
         direction = re.search(r"direction=(\w+)", i.attributes)
         sides = [around.get(name) for name in i.operands]
-        values = [
-            int(side.operands[0])
-            if side is not None and side.opcode == "constant" and re.fullmatch(r"-?\d+", side.operands[0])
-            else None
-            for side in sides
-        ]
-        if direction is None or len(values) != 2:
+        if direction is None or len(sides) != 2:
             return []
-        left, right = values
+        left, right = (_constant(side) for side in sides)
         if right is not None and direction.group(1) in ("LT", "LE", "NE"):
-            return [right + (direction.group(1) == "LE")]
+            return [(right + (direction.group(1) == "LE"), _element(sides[0]))]
         if left is not None and direction.group(1) in ("GT", "GE"):
-            return [left + (direction.group(1) == "GE")]
+            return [(left + (direction.group(1) == "GE"), _element(sides[1]))]
         return []
+
+    def step(self, body: str, counter: int | None) -> int:
+        """By how much a counter, an element of what the loop carries, goes up in a turn; 1 where the body does not tell."""
+        around: Mapping[str, _Instruction] = self.computations[body]
+        root = around.get("ROOT")
+        if counter is None or root is None or root.opcode != "tuple":
+            return 1
+        new = around.get(root.operands[counter])
+        while new is not None and new.opcode in ("copy", "bitcast", "fusion"):
+            if new.opcode == "fusion":
+                around = self.within(new, around)
+                new = around.get("ROOT")
+            else:
+                new = around.get(new.operands[0])
+        if new is None or new.opcode != "add":
+            return 1
+        sides = [around.get(name) for name in new.operands]
+        added = [_constant(side) for side in sides if _element(side) != counter]
+        return added[0] if len(added) == 1 and added[0] else 1
 
     def collective(
         self, i: _Instruction, around: Mapping[str, _Instruction], times: float, scatter: bool

@@ -10,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxrl_llm.assembly import check_experts, for_objective
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.objectives import build_objective, check_teacher
-from jaxrl_llm.parallel.mesh import AXES
-from jaxrl_llm.planning.chips import Chip, Topology, device_mesh, peak_time, topology_of
+from jaxrl_llm.parallel.mesh import AXES, learner_and_sampler, make_mesh
+from jaxrl_llm.planning.chips import Chip, Topology, peak_time, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.hlo import Cost, cost
 from jaxrl_llm.planning.known import shape_of
@@ -237,7 +238,7 @@ def make_plan(
     if config.teacher.source is not None:
         teacher = _model(config.teacher.source, config.teacher.dtype or config.model.dtype, None)
     found = topology_of(topology, slices)
-    mesh, apart = _meshes(config, found)
+    mesh, apart = meshes(config, found)
     work = workload_of(config)
     learned, learner_keeps = learner_programs(config, objective, model, mesh, work, teacher)
     samplers = 0 if apart is None else len(found.devices) - mesh.devices.size
@@ -275,24 +276,34 @@ def _model(source: str, dtype: str, head_dtype: str | None) -> ModelConfig:
     return dataclasses.replace(shape_of(source, dtype), head_dtype=head_dtype)
 
 
-def _meshes(config: Config, topology: Topology) -> tuple[Any, Any]:
+def meshes(config: Config, topology: Topology) -> tuple[Mesh, Mesh | None]:
     """(mesh of the learner, mesh of one chip that only samples or None)."""
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    apart = config.mesh.sampler
-    if not apart:
-        return device_mesh(topology, sizes), None
-    left = len(topology.devices) - apart
+    sampler, chips = config.mesh.sampler, len(topology.devices)
+    if not sampler:
+        return _mesh(topology, sizes, topology.devices), None
+    left = chips - sampler
     if left < 1:
         raise InputError(
-            f"mesh.sampler: {apart} chips that only sample leave none of the {len(topology.devices)} of "
-            f"{topology.name} for the learner."
+            f"mesh.sampler: {sampler} chips that only sample leave none of the {chips} of {topology.name} for the learner."
         )
-    # Libtpu compiles for slices whole or in part, but for none without a device.
-    slices = math.ceil(left * topology.slices / len(topology.devices))
-    part = topology_of(topology.name, slices)
-    mesh = device_mesh(part, sizes, part.devices[:left])
+    mesh = _mesh(topology, sizes, learner_and_sampler(topology.devices, left, sampler)[0])
+    # Libtpu compiles for slices whole or in part, but for none without a device: the same chips of fewer slices.
+    slices = math.ceil(left * topology.slices / chips)
+    if slices < topology.slices:
+        part = topology_of(topology.name, slices)
+        mesh = make_mesh(**sizes, devices=part.devices[:left])
     single = topology_of(topology.name)
-    return mesh, device_mesh(single, dict.fromkeys(AXES, 1), single.devices[:1])
+    return mesh, make_mesh(devices=single.devices[:1])
+
+
+def _mesh(topology: Topology, sizes: dict[str, int], devices: Sequence[Any]) -> Mesh:
+    try:
+        return make_mesh(**sizes, devices=devices)
+    except ValueError as error:
+        of = f" x {topology.slices} slices" if topology.slices > 1 else ""
+        beside = "" if len(devices) == len(topology.devices) else ", beside those of mesh.sampler"
+        raise InputError(f"{error} They are the chips of {topology.name}{of}{beside}.") from None
 
 
 def compile_program(program: Program, topology: Topology) -> Compiled:

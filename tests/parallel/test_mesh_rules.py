@@ -1,5 +1,7 @@
 """Meshes, sharding rules, transfers."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jaxrl_llm.learner.optimizer import make_optimizer
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import abstract_params
-from jaxrl_llm.parallel.mesh import batch_shards, make_mesh
+from jaxrl_llm.parallel.mesh import batch_shards, learner_and_sampler, make_mesh
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, param_shardings, partition_spec, state_shardings
 from jaxrl_llm.parallel.transfer import transfer
 from jaxrl_llm.recipes import grpo
@@ -50,6 +52,92 @@ def test_mesh_of_given_devices():
 def test_impossible_meshes_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**arguments)
+
+
+class Chip:
+    """As much of a TPU as a mesh reads."""
+
+    platform, device_kind, process_index, core_on_chip = "tpu", "TPU v5", 0, 0
+
+    def __init__(self, coords, slice_index):
+        self.coords, self.slice_index = coords, slice_index
+
+    def __repr__(self):
+        return f"{self.slice_index}:{self.coords}"
+
+
+def chips(shape, slices):
+    """As JAX lists them where a process has hosts of all slices: not slice by slice."""
+    places = [(x, y, z) for z in range(shape[2]) for y in range(shape[1]) for x in range(shape[0])]
+    return [Chip(at, index) for at in places for index in reversed(range(slices))]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "fsdp": 4, "tensor": 4},
+        {"data": 4, "fsdp": 2, "tensor": 4},
+        {"data": 8, "expert": 2, "context": 2},
+        {"data": 32},
+    ],
+)
+def test_between_slices_only_the_data_axis_crosses(sizes):
+    devices = chips((2, 2, 4), 2)
+    mesh = make_mesh(**sizes, devices=devices)
+    assert set(mesh.devices.flat) == set(devices)
+    of = np.vectorize(lambda chip: chip.slice_index)(mesh.devices)
+    half = mesh.shape["data"] // 2
+    assert (of[:half] == 0).all() and (of[half:] == 1).all()
+    # Each half has the layout that the slice alone has.
+    alone = make_mesh(**sizes | {"data": half}, devices=[chip for chip in devices if chip.slice_index == 1])
+    assert (alone.devices == mesh.devices[half:]).all()
+
+
+def test_neighbours_in_the_mesh_are_neighbours_in_the_network():
+    mesh = make_mesh(fsdp=4, tensor=4, devices=chips((2, 2, 4), 1))
+    lines = [[chip.coords for chip in line] for line in mesh.devices.reshape(4, 4)]
+    # tensor runs along the longest side, or within one plane: in every group two coordinates stay or one does
+    assert all(len({at[2] for at in line}) in (1, 4) for line in lines)
+    # 5 of 16 chips are no torus of their own
+    some = chips((2, 2, 4), 1)[:5]
+    assert list(make_mesh(fsdp=5, devices=some).devices.flat) == some
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"fsdp": 8, "tensor": 4}, "2 slices must divide mesh.data.*mesh.data=2.*product is 16"),
+        ({"data": 1, "fsdp": 24}, "takes 16 and 8 devices of 2 slices.*16 devices of one"),
+    ],
+)
+def test_no_other_axis_may_cross_slices(sizes, message):
+    devices = chips((2, 2, 4), 2)
+    of_both = sorted(devices, key=lambda chip: chip.slice_index)[: math.prod(sizes.values())]
+    with pytest.raises(ValueError, match=message):
+        make_mesh(**sizes, devices=of_both)
+
+
+@pytest.mark.parametrize(
+    ("learner", "sampler", "begins"),
+    [
+        (16, 16, 16),  # a slice each
+        (8, 16, 16),  # the sampler's own slice, though there is room beside the learner
+        (8, 4, 16),
+        (8, 20, 8),  # more than a slice: beside the learner
+        (16, 4, 16),
+    ],
+)
+def test_a_sampler_has_slices_of_its_own_where_they_suffice(learner, sampler, begins):
+    devices = chips((2, 2, 4), 2)
+    ordered = sorted(devices, key=lambda chip: chip.slice_index)
+    learns, samples = learner_and_sampler(devices, learner, sampler)
+    assert learns == ordered[:learner]
+    assert samples == ordered[begins : begins + sampler]
+    assert {chip.slice_index for chip in make_mesh(fsdp=learner, devices=learns).devices.flat} == {0}
+
+
+def test_on_one_slice_a_sampler_is_beside_the_learner():
+    assert learner_and_sampler(jax.devices(), 2, 3)[1] == jax.devices()[2:5]
 
 
 def test_rules_are_strict():

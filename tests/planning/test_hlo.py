@@ -60,6 +60,51 @@ def test_a_loop_that_the_data_end_takes_its_bound_or_the_given_number_of_turns()
     assert len(cost(text, ONE).dynamic_loops) == 1
 
 
+# A product with weights that are gathered meanwhile, as XLA writes it for TPUs: a turn takes the shards of two neighbours, so
+# the counter goes up by 2. In the second form the addition is part of a fusion.
+WINDOWED = """HloModule windowed
+
+%add (p.0: u32[], p.1: u32[]) -> u32[] {
+  %p.0 = u32[] parameter(0)
+  %p.1 = u32[] parameter(1)
+  ROOT %sum = u32[] add(%p.0, %p.1)
+}
+
+%body (carry: (f32[8,16], u32[])) -> (f32[8,16], u32[]) {
+  %carry = (f32[8,16]{1,0}, u32[]) parameter(0)
+  %shard = f32[8,16]{1,0} get-tuple-element(%carry), index=0
+  %turn = u32[] get-tuple-element(%carry), index=1
+  %two = u32[] constant(2)
+  %next = f32[8,16]{1,0} collective-permute(%shard), source_target_pairs={{0,1},{1,0}}
+  %after = u32[] add(%two, %turn)
+  ROOT %carried = (f32[8,16]{1,0}, u32[]) tuple(%next, %after)
+}
+
+%condition (carried.1: (f32[8,16], u32[])) -> pred[] {
+  %carried.1 = (f32[8,16]{1,0}, u32[]) parameter(0)
+  %at = u32[] get-tuple-element(%carried.1), index=1
+  %limit = u32[] constant(7)
+  ROOT %going = pred[] compare(%at, %limit), direction=LT
+}
+
+ENTRY %main (given: f32[8,16]) -> f32[8,16] {
+  %given = f32[8,16]{1,0} parameter(0)
+  %zero = u32[] constant(0)
+  %first = (f32[8,16]{1,0}, u32[]) tuple(%given, %zero)
+  %loop = (f32[8,16]{1,0}, u32[]) while(%first), condition=%condition, body=%body
+  ROOT %result = f32[8,16]{1,0} get-tuple-element(%loop), index=0
+}
+"""
+
+
+@pytest.mark.parametrize("addition", ["add(%two, %turn)", "fusion(%turn, %two), kind=kLoop, calls=%add"])
+def test_a_counter_that_goes_up_by_two_reaches_its_bound_in_half_the_turns(addition):
+    text = WINDOWED.replace("add(%two, %turn)", addition)
+    (moved,) = cost(text, {"fsdp": 2}).collectives
+    assert (moved.kind, moved.axes, moved.count) == ("collective-permute", ("fsdp",), 4)  # at 0, 2, 4 and 6
+    assert moved.bytes == 4 * 8 * 16 * 4
+
+
 def test_memory_of_a_scan_over_stacked_weights_is_that_of_the_slices():
     layers, size = 16, 256
     text = text_of(

@@ -13,10 +13,10 @@ from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config, parse_config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.parallel.mesh import make_mesh
-from jaxrl_llm.planning.chips import CHIPS, Topology, device_mesh, shape_of_type, topology_of
+from jaxrl_llm.planning.chips import CHIPS, Topology, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.plan import compile_program, make_plan
+from jaxrl_llm.planning.plan import compile_program, make_plan, meshes
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
 from launch.topology import GENERATIONS
@@ -113,13 +113,34 @@ def topology(chips, kind="v5p", slices=1):
     return Topology(f"{kind}:fake", CHIPS[kind], slices, devices)
 
 
-def test_a_mesh_that_does_not_take_all_chips_is_refused_with_sizes_that_do():
-    with pytest.raises(
-        InputError, match="mesh.expert=1 x mesh.tensor=2 takes 8 devices.*has 16.*mesh.fsdp=16"
-    ):
-        device_mesh(topology(16), {"data": 1, "fsdp": 4, "expert": 1, "tensor": 2})
-    with pytest.raises(InputError, match="2 slices must divide mesh.data"):
-        device_mesh(topology(16, slices=2), {"data": 1, "fsdp": 8, "tensor": 2})
+@pytest.mark.parametrize(
+    ("chips", "slices", "overrides", "message"),
+    [
+        (
+            16,
+            1,
+            ["mesh.fsdp=4", "mesh.tensor=2"],
+            "mesh.fsdp=4 .* takes 8 devices, 16 are given.*mesh.fsdp=16 .* chips of v5p:fake\\.",
+        ),
+        (
+            16,
+            2,
+            ["mesh.fsdp=8", "mesh.tensor=2"],
+            "2 slices must divide mesh.data.*mesh.data=2.*product is 8.*v5p:fake x 2 slices",
+        ),
+        (
+            16,
+            2,
+            ["mesh.fsdp=12", "mesh.sampler=4"],
+            "takes 8 and 4 devices of 2 slices.*8 devices of one.*beside those of mesh.sampler",
+        ),
+    ],
+)
+def test_a_mesh_that_the_chips_do_not_have_is_refused_with_sizes_that_they_have(
+    chips, slices, overrides, message
+):
+    with pytest.raises(InputError, match=message):
+        meshes(load_config("configs/tiny.yaml", overrides), topology(chips, slices=slices))
 
 
 def test_the_work_of_a_train_step_follows_from_the_config():
