@@ -128,7 +128,7 @@ def test_rows_that_do_not_divide_are_refused():
         ValueError, match="62 tokens do not divide into the 4 shards of the mesh axis context"
     ):
         make_score(TINY, make_mesh(context=4))(init_params(TINY, jax.random.key(0)), batch)
-    with pytest.raises(ValueError, match="context and tensor must be at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1, got .*mesh.context=0"):
         make_mesh(context=0)
 
 

@@ -16,7 +16,7 @@ from jaxrl_llm.parallel.mesh import make_mesh
 from jaxrl_llm.planning.chips import CHIPS, Topology, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.plan import compile_program, make_plan, meshes
+from jaxrl_llm.planning.plan import compile_programs, make_plan, meshes
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
 from launch.topology import GENERATIONS
@@ -263,7 +263,7 @@ def refused(message, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
     mesh = make_mesh(fsdp=2)
     program = Program("update", lambda: Lowered(message), mesh, {"master weights": 2**30}, 1, 1e9)
-    return compile_program(program, topology(2))
+    return compile_programs([program], topology(2))[0]
 
 
 def test_a_program_that_alone_is_larger_than_a_chip_says_by_how_much(monkeypatch, tmp_path):
