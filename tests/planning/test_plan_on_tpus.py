@@ -10,6 +10,8 @@ import pytest
 
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config
+from jaxrl_llm.parallel.mesh import learner_and_sampler, make_mesh
+from jaxrl_llm.planning.chips import topology_of
 from jaxrl_llm.planning.plan import make_plan
 from jaxrl_llm.planning.programs import forward_flops
 
@@ -26,6 +28,21 @@ CASES = [
 ]
 
 if HAS_LIBTPU:
+
+    def test_between_the_slices_of_a_topology_only_the_data_axis_crosses():
+        two = topology_of("v5p:2x2x4", 2)
+        mesh = make_mesh(data=4, fsdp=2, tensor=4, devices=two.devices)
+        assert {d.slice_index for d in mesh.devices[:2].flat} == {0}
+        assert {d.slice_index for d in mesh.devices[2:].flat} == {1}
+        learner, sampler = learner_and_sampler(two.devices, 16, 16)
+        assert {d.slice_index for d in learner} == {0} and {d.slice_index for d in sampler} == {1}
+        with pytest.raises(ValueError, match=r"2 slices must divide mesh\.data"):
+            make_mesh(fsdp=8, tensor=4, devices=two.devices)
+
+    @pytest.mark.parametrize("name", ["v4:2x2x2", "v4-16", "v5p:2x2x2", "v5e:2x4", "v6e:2x4"])
+    def test_a_chip_is_one_device(name):
+        devices = topology_of(name).devices
+        assert make_mesh(fsdp=4, tensor=2, devices=devices).devices.size == len(devices) == 8
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("name", "topology", "slices", "programs"), CASES)
