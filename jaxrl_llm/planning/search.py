@@ -143,9 +143,7 @@ def _estimate(
     scores = BLOCK**2 if goes_in_blocks(T) or context > 1 else T * T
     here = mine * T / context
     keys = mine * T * model.num_kv_heads / tensor * model.head_dim * 2 * 2
-    layer = (
-        mine * model.num_heads / tensor * scores * 8 + here * (8 * F / tensor + 8 * D) + 2 * keys
-    )
+    layer = mine * model.num_heads / tensor * scores * 8 + here * (8 * F / tensor + 8 * D) + 2 * keys
     head = 12 * D * model.vocab_size / tensor
     held = state + 2 * here * D * L + max(layer, head) + head / 3
     return Candidate(sizes, rows, seconds, ici + dcn, held)
