@@ -17,8 +17,7 @@ from jaxrl_llm.planning.programs import forward_flops
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
-# What samples, of every config. Their updates take minutes each to compile (what they said is at the heads of the files);
-# the whole plans of small models are below.
+# What samples, of every config; the whole plans of small models are below.
 CASES = [
     ("qwen3_8b_grpo_v5p_64", "v5p:4x4x4", 1, ("transfer", "decode")),
     ("qwen3_30b_a3b_gspo_v5p_128", "v5p:4x4x8", 1, ("decode",)),
@@ -66,6 +65,26 @@ if HAS_LIBTPU:
             # Experts stay where they are: it is the rows of a step that travel, not the weights.
             weights = 2 * plan.shape.num_parameters / decode[0].chips
             assert decode[0].cost.network_bytes("ICI") <= 0.5 * config.sampler.steps_per_dispatch * weights
+
+    # Each takes 100 to 150 s of CPU; fewer layers would take as long, since they are scanned.
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("name", "topology", "slices"), [case[:3] for case in CASES])
+    def test_an_update_fits_and_sends_little_more_than_its_mesh_needs(name, topology, slices):
+        config = load_config(f"configs/{name}.yaml")
+        plan = make_plan(config, topology, slices, only=("update",))
+        (update,) = plan.compiled
+        print(
+            f"{name} update: {update.compile_seconds:.0f} s, {update.temporaries / 2**30:.2f} GiB", flush=True
+        )
+        assert plan.fits, plan.as_data()["phases"]
+        assert update.results <= 0.1 * update.arguments  # the state is replaced in place
+        assert not update.cost.network_bytes("DCN")  # the learner has one slice
+        # Forward, recomputed and backward are four thirds of the useful products; those of kernels are not in the text.
+        useful = update.program.useful_flops / update.chips
+        assert update.cost.kernels or 1.2 * useful <= update.cost.flops <= 1.5 * useful
+        assert update.cost.network_bytes("ICI") <= 1.3 * update.program.least_sent
+        if name == "qwen3_8b_grpo_v5p_64":
+            assert update.temporaries <= 6 * 2**30
 
     @pytest.mark.slow
     def test_a_whole_plan_of_a_tiny_model_is_one_json_object(capsys):
