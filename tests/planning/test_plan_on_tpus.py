@@ -6,6 +6,7 @@ Without libtpu, see tests/sampler/test_tpu_programs.py, there is nothing to comp
 import importlib.util
 import json
 
+import jax
 import pytest
 
 from jaxrl_llm.cli import main
@@ -66,10 +67,15 @@ if HAS_LIBTPU:
             weights = 2 * plan.shape.num_parameters / decode[0].chips
             assert decode[0].cost.network_bytes("ICI") <= 0.5 * config.sampler.steps_per_dispatch * weights
 
-    # Each takes 100 to 150 s of CPU; fewer layers would take as long, since they are scanned.
+    # An update takes 100 to 170 s of CPU to compile, with few layers as with many, since they are scanned. That of the 8B
+    # config is compiled as for a run. For the others the compiler is asked for less: with 2 layers of 8B that took 50
+    # instead of 130 s, and gave 9 % more temporaries and 6 % more traffic.
     @pytest.mark.slow
     @pytest.mark.parametrize(("name", "topology", "slices"), [case[:3] for case in CASES])
-    def test_an_update_fits_and_sends_little_more_than_its_mesh_needs(name, topology, slices):
+    def test_an_update_fits_and_sends_little_more_than_its_mesh_needs(name, topology, slices, request):
+        if name != "qwen3_8b_grpo_v5p_64":
+            request.addfinalizer(lambda: jax.config.update("jax_optimization_level", "UNKNOWN"))
+            jax.config.update("jax_optimization_level", "O1")
         config = load_config(f"configs/{name}.yaml")
         plan = make_plan(config, topology, slices, only=("update",))
         (update,) = plan.compiled
