@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.config import Config, ScheduleSettings
@@ -16,11 +15,10 @@ from jaxrl_llm.diagnostics.parity import SEED, ParityCertificate, ParityLimits, 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import KeyBlocks, ModelConfig
 from jaxrl_llm.models.decoder import Remat
-from jaxrl_llm.models.load import Model, config_of, load_model
+from jaxrl_llm.models.load import Model, config_of, load_model, with_router_bias
 from jaxrl_llm.models.params import abstract_params
-from jaxrl_llm.parallel.host import place
+from jaxrl_llm.objectives import build_objective
 from jaxrl_llm.parallel.mesh import learner_and_sampler, make_mesh
-from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.checks import self_test
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.rollout.task import Task, make_task
@@ -29,12 +27,14 @@ from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.snapshots.digest import named_leaves
 from jaxrl_llm.snapshots.store import SnapshotStore, locate
+from jaxrl_llm.transforms.adaptive import expert_capacity, moves_router_bias
 from jaxrl_llm.types import TokenBatch
 
 __all__ = [
     "REMAT",
     "Policy",
     "Teacher",
+    "as_saved",
     "build_engine",
     "build_mesh",
     "build_sampler",
@@ -44,7 +44,9 @@ __all__ = [
     "check_teacher_source",
     "check_experts",
     "configured_model",
+    "for_objective",
     "held_out_items",
+    "inference_mesh",
     "in_sampler_order",
     "configured_teacher",
     "prompt_room",
@@ -77,21 +79,43 @@ class Teacher:
 REMAT: dict[str, Remat] = {"none": False, "dots": "dots", "full": True}
 
 
-def configured_model(config: Config) -> Model:
-    """Loads the model of a config, with its tokenizer and compute dtypes.
+def configured_model(config: Config, mesh: jax.sharding.Mesh | None) -> Model:
+    """Loads the model of a config, with its tokenizer and compute dtypes, spread over a mesh if one is given.
+
+    It has what the objective asks of its experts, see `for_objective`.
 
     Raises:
       InputError: see `load_model` and `check_experts`; or the model brings no tokenizer.
     """
     if config.mesh.expert > 1:  # before the weights, which may take minutes
         check_experts(config, config_of(config.model.source, config.model.dtype))
-    model = load_model(config.model.source, dtype=config.model.dtype)
+    model = load_model(config.model.source, dtype=config.model.dtype, mesh=mesh)
     if model.tokenizer is None:
         raise InputError(
             f"{config.model.source} has no tokenizer, so it cannot answer a task; add tokenizer.json."
         )
     changed = dataclasses.replace(model.config, head_dtype=config.model.head_dtype)
-    return dataclasses.replace(model, config=changed)
+    wanted = for_objective(config, changed)
+    model = dataclasses.replace(model, config=dataclasses.replace(wanted, router_bias=False))
+    return with_router_bias(model, wanted.router_bias)
+
+
+def for_objective(config: Config, model: ModelConfig) -> ModelConfig:
+    """The config of the model with what the objective of a run asks of its experts: biases of routers, a capacity."""
+    if not model.num_experts:
+        return model
+    try:
+        objective = build_objective(config.objective)
+    except InputError:
+        return model  # one's own that is not at hand: where it is needed, that is an error
+    return dataclasses.replace(
+        model, router_bias=moves_router_bias(objective), expert_capacity=expert_capacity(objective)
+    )
+
+
+def as_saved(model: Model, store: SnapshotStore, version: int) -> Model:
+    """The model with biases of routers if a snapshot has some, and without if not."""
+    return with_router_bias(model, "params/layers/router_bias" in store.shapes(version))
 
 
 def check_snapshot_model(config: Config, store: SnapshotStore, version: int | None = None) -> Any:
@@ -186,11 +210,11 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
     dtype = given.dtype or config.model.dtype
     if given.snapshot is not None:
         where = f"teacher.snapshot: {given.snapshot}"
-        teacher = _of_snapshot(given.snapshot, where, dtype)
+        teacher = _of_snapshot(given.snapshot, where, dtype, mesh)
     elif given.source is not None:
         where = f"teacher.source: {given.source}"
         check_teacher_source(config)
-        teacher = load_model(given.source, dtype=dtype)
+        teacher = _load_teacher(given.source, where, dtype, mesh)
     else:
         return None
     _check_vocabulary(where, teacher, model)
@@ -199,13 +223,8 @@ def configured_teacher(config: Config, model: Model, mesh: jax.sharding.Mesh | N
             f"{where} has positions for {teacher.config.max_positions} tokens, fewer than model.max_context "
             f"{config.model.max_context}; lower that, or choose another teacher."
         )
-    try:
-        shardings = None if mesh is None else param_shardings(teacher.config, mesh)
-    except ValueError as error:
-        raise InputError(f"{where}: {error}") from None
     # Every product and norm reads its weight in the compute dtype, so that a frozen tree need not be wider.
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), teacher.params)
-    params = params if shardings is None else place(params, shardings)
+    params = jax.tree.map(lambda x: x.astype(dtype), teacher.params)
     return Teacher(teacher.config, params, teacher.digest)
 
 
@@ -248,12 +267,20 @@ def check_teacher_source(config: Config) -> None:
     )
 
 
-def _of_snapshot(path: str, where: str, dtype: str) -> Model:
+def _load_teacher(source: str, where: str, dtype: str, mesh: jax.sharding.Mesh | None) -> Model:
+    try:
+        return load_model(source, dtype=dtype, mesh=mesh)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _of_snapshot(path: str, where: str, dtype: str, mesh: jax.sharding.Mesh | None) -> Model:
     """A snapshot as a model of its own: the model that its run began with, with its parameters and their digest."""
     directory, version = locate(path)
     store = SnapshotStore(directory, read_only=True)
     meta = store.meta(version)
-    model = load_model(_began_from(meta, where), dtype=dtype)
+    model = _load_teacher(_began_from(meta, where), where, dtype, mesh)
+    model = as_saved(model, store, int(meta["version"]))
     params, meta = store.restore_params(int(meta["version"]), like=model.params)
     return dataclasses.replace(model, params=params, digest=str(meta["fingerprint"]))
 
@@ -495,9 +522,10 @@ def schedule_of(config: Config) -> Schedule | None:
         groups=r.prompts,
         samples=r.group_size,
         max_age=s.max_age,
+        sync_every=s.sync_every,
         swap=s.swap,
         max_drops=r.refill_rounds * r.prompts,
-        ahead=bool(config.mesh.sampler and s.max_age),
+        ahead=bool(config.mesh.sampler and s.max_age >= s.sync_every),
     )
 
 
@@ -510,6 +538,14 @@ def build_mesh(config: Config) -> jax.sharding.Mesh | None:
         return make_mesh(data=m.data, fsdp=m.fsdp, tensor=m.tensor, expert=m.expert, context=m.context)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def inference_mesh(config: Config) -> jax.sharding.Mesh | None:
+    """The mesh that a policy is spread over when it is not trained: that of the config where so many devices are here.
+
+    None: they are not, or it is one; the policy is then on one device, so that a run on a pod can be looked at elsewhere.
+    """
+    return build_mesh(config) if config.mesh.learner <= len(jax.devices()) else None
 
 
 def sampler_devices(config: Config) -> list[jax.Device]:

@@ -2,7 +2,7 @@
 
 A YAML file holds data and no logic. Loading reports every problem at once, with the full key path, what was
 given, what is allowed and the nearest valid name, before anything heavy is imported. Defaults live here and
-nowhere else; no function below `train.py` takes a `Config`.
+nowhere else; no function below `base_run.py` takes a `Config`.
 """
 
 from __future__ import annotations
@@ -133,6 +133,10 @@ class ScheduleSettings:
     # prompts are under way, and samples that are not complete at a train step go on under the next weights. A group that
     # would be too old for the next train step is waited for: none is dropped.
     max_age: Natural = 0
+    # Train steps between two deliveries of weights to the sampler. More than 1: so many train steps are an iteration, each
+    # of them a minibatch of rollout.prompts groups that is trained on as soon as it is complete, while the rest is sampled.
+    # Needs max_age of sync_every - 1 at least; with just that, an iteration is sampled from the weights it began with.
+    sync_every: Positive = 1
     # Samples under way when the weights change: keep their K/V | recompute them | drain: finish the samples first
     swap: Literal["keep", "recompute", "drain"] = "keep"
     # Samples of a prompt beyond group_size; the last to end are cancelled. Saves waiting, and favours short answers.
@@ -171,7 +175,6 @@ class LearnerSettings:
     remat: Literal["none", "dots", "full"] = (
         "full"  # backward pass recomputes nothing | all but products | layers
     )
-    head_chunk: Positive = 1024  # positions whose logits are in memory at once
     # None: one completion a row. Otherwise rows of so many tokens, packed with several completions; the prompt of
     # a group is then computed once a row. Worth it when prompts are longer than completions.
     row_tokens: Positive | None = None
@@ -653,6 +656,12 @@ def _relations(c: Config) -> list[str]:
                 f"reference.{name}: has no effect while reference.{rhythm} is 0; set that to a number of train steps, or "
                 f"leave {name} out."
             )
+    if c.schedule.max_age < c.schedule.sync_every - 1:
+        out.append(
+            f"schedule.sync_every: the last of {c.schedule.sync_every} train steps between two deliveries of weights trains on "
+            f"samples that are {c.schedule.sync_every - 1} train steps old, and schedule.max_age is {c.schedule.max_age}. Set "
+            f"schedule.max_age to {c.schedule.sync_every - 1}, or sync_every to {c.schedule.max_age + 1}."
+        )
     packed = c.learner.row_tokens
     if packed and packed < c.model.max_context:
         out.append(

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.assembly import REMAT, check_teacher_source, configured_model, teacher_config
+from jaxrl_llm.assembly import REMAT, build_mesh, check_teacher_source, configured_model, teacher_config
+from jaxrl_llm.base_run import BaseRun
 from jaxrl_llm.config import DATA_ROWS, Config
 from jaxrl_llm.data.preferences import (
     Labelled,
@@ -40,9 +41,9 @@ from jaxrl_llm.data.preferences import (
 )
 from jaxrl_llm.data.sft import Example, answered, read_sft, supervised_batch, trajectory_of
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.rows import micro_batches, pad_rows, place_batch
+from jaxrl_llm.learner.rows import head_chunk, micro_batches, pad_rows, place_batch
 from jaxrl_llm.learner.score import fill_logprobs, teacher_needs
-from jaxrl_llm.learner.update import Metrics
+from jaxrl_llm.learner.update import Metrics, reads_routers
 from jaxrl_llm.learner.update import Policy as LearnerPolicy
 from jaxrl_llm.memory import check_memory
 from jaxrl_llm.models.config import ModelConfig
@@ -57,7 +58,7 @@ from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.rules import layout_of
 from jaxrl_llm.run_folder import prepare_folder
 from jaxrl_llm.tokens.tokenizer import Tokenizer
-from jaxrl_llm.train import BaseRun, session
+from jaxrl_llm.train import session
 from jaxrl_llm.transforms import LossTransform, evaluate, needed_fields, takes_pairs
 from jaxrl_llm.transforms.preference import takes_labels
 from jaxrl_llm.types import Mean, PolicyOutput, TokenBatch, Trajectory
@@ -109,6 +110,7 @@ def make_measure(
     shards = batch_shards(mesh)
     wants_entropy = "entropy" in needed_fields(objective)
     wants_lists = "topk_logprob" in needed_fields(objective)
+    wants_routers = reads_routers(objective, config, policy is None)
     divergence = teacher_needs(objective).divergence
 
     def run(params: Any, batch: TokenBatch, state: dict[str, Any], teacher_params: Any = None) -> Metrics:
@@ -132,7 +134,7 @@ def make_measure(
                     chunk=chunk,
                     blocks=shards,
                     teacher=head,
-                    router_probs="router_probs" in needed_fields(objective),
+                    **wants_routers,
                     layout=layout_of(mesh),
                 )
             result = evaluate(objective, output, micro, state)
@@ -362,7 +364,7 @@ class SupervisedRun(BaseRun):
         _check_objective(objective, rows)
         self.notes = _one_kind_of_label(rows)
         do_on_first(lambda: prepare_folder(folder, config, resume=resume))
-        model = configured_model(config)
+        model = configured_model(config, build_mesh(config))
         if config.model.max_context > model.config.max_positions:
             raise InputError(
                 f"model.max_context: {config.model.max_context} tokens, but {config.model.source} has positions for "
@@ -392,7 +394,7 @@ class SupervisedRun(BaseRun):
             model.config,
             self.mesh,
             micro_batch_rows=config.learner.micro_batch_rows,
-            chunk=config.learner.head_chunk,
+            chunk=head_chunk(self.mesh),
             policy=policy,
             teacher=self.teacher_config,
         )
@@ -529,7 +531,7 @@ def evaluate_reward_model(
     rows = config.learner.micro_batch_rows
     if rows % 2:
         raise InputError(f"learner.micro_batch_rows: pairs sit on two rows, so it must be even, not {rows}.")
-    model = _with_value_head(configured_model(config))
+    model = _with_value_head(configured_model(config, None))
     params, meta = restore(model.params)
     assert model.tokenizer is not None  # `configured_model` has checked it
     score = make_measure(

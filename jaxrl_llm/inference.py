@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.assembly import (
+    as_saved,
     build_mesh,
     build_sampler,
     build_task,
@@ -20,6 +21,7 @@ from jaxrl_llm.assembly import (
     configured_model,
     held_out_items,
     in_sampler_order,
+    inference_mesh,
     prompt_room,
     sampling_params,
 )
@@ -27,12 +29,12 @@ from jaxrl_llm.config import Config, load_config
 from jaxrl_llm.diagnostics.parity import ParityCertificate, ParityLimits
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fine_tune import evaluate_reward_model
+from jaxrl_llm.learner.rows import head_chunk
 from jaxrl_llm.learner.score import make_score
 from jaxrl_llm.memory import refuse_too_large, sampler_parts
 from jaxrl_llm.models.formats.export import save_hf
 from jaxrl_llm.models.load import Model, load_model
 from jaxrl_llm.objectives import build_objective
-from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.rollout.evaluate import evaluate
 from jaxrl_llm.rollout.task import prompt_of
 from jaxrl_llm.run_folder import check_path
@@ -44,8 +46,17 @@ from jaxrl_llm.types import Prompt
 __all__ = ["evaluate_config", "export", "load_policy", "load_weights", "parity_config", "sample_config"]
 
 
-def load_policy(config: Config, snapshot: str | None = None, version: int | None = None) -> tuple[Model, int]:
+def load_policy(
+    config: Config,
+    snapshot: str | None = None,
+    version: int | None = None,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Model, int]:
     """The model of a config, with the parameters of a snapshot if one is named: (model, version).
+
+    Args:
+      mesh: that the parameters are spread over, see `assembly.inference_mesh`; None: the default device.
 
     Raises:
       InputError: no such snapshot, or it is of a model with other shapes, or of a reward model.
@@ -53,10 +64,10 @@ def load_policy(config: Config, snapshot: str | None = None, version: int | None
     if snapshot is None:
         if version is not None:
             raise InputError("--version names a snapshot of a run; give the run folder with --snapshot.")
-        return configured_model(config), 0
+        return configured_model(config, mesh), 0
     store, version = _open_policy(snapshot, version)
     check_snapshot_model(config, store, version)
-    model = configured_model(config)
+    model = as_saved(configured_model(config, mesh), store, int(store.meta(version)["version"]))
     params, meta = store.restore_params(version, like=model.params)
     return dataclasses.replace(model, params=params), int(meta["version"])
 
@@ -123,7 +134,7 @@ def evaluate_config(
                 config, objective, lambda like: store.restore_params(at, like=like), on_progress
             )
     task = build_task(config)
-    model, version = load_policy(config, snapshot, version)
+    model, version = load_policy(config, snapshot, version, mesh=inference_mesh(config))
     refuse_too_large(
         [
             sampler_parts(
@@ -175,7 +186,7 @@ def sample_config(
     if n < 1 or items < 1:
         raise InputError(f"--n and --items must be at least 1, got {n} and {items}.")
     task = build_task(config)
-    model, version = load_policy(config, snapshot, version)
+    model, version = load_policy(config, snapshot, version, mesh=inference_mesh(config))
     room = prompt_room(config, task)
     split = task.split("eval", config.evaluation.seed)
     asked: list[tuple[Prompt, Any]] = []
@@ -266,22 +277,19 @@ def parity_config(
             f"{config.model.max_context}; lower it, or raise model.max_context."
         )
     task = build_task(config)
-    model, version = load_policy(config, snapshot, version)
+    mesh = build_mesh(config)
+    model, version = load_policy(config, snapshot, version, mesh=mesh)
     model = in_sampler_order(config, model, packed=False)
     sampling = sampling_params(config, task, n=n, max_tokens=new_tokens, min_tokens=0)
     refuse_too_large([sampler_parts(config, model.config, rows=8 * n, max_tokens=new_tokens)])
-    mesh = build_mesh(config)
     sampler = build_sampler(config, model)
     dense = make_score(
         model.config,
         mesh,
         micro_batch_rows=config.learner.micro_batch_rows,
-        chunk=config.learner.head_chunk,
+        chunk=head_chunk(mesh),
     )
     scorer = ExactScorer.of(sampler) if exact else None
-    params = (
-        model.params if mesh is None else jax.device_put(model.params, param_shardings(model.config, mesh))
-    )
     seconds: dict[str, float] = {}
 
     def timed(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,7 +310,7 @@ def parity_config(
         config,
         sampler,
         model.tokenizer,
-        params,
+        model.params,
         timed("dense_score", dense),
         sampling,
         probes=8,
@@ -316,11 +324,16 @@ def parity_config(
     return certificate, seconds
 
 
-def export(source: str, target: str, *, version: int | None = None) -> pathlib.Path:
+def export(
+    source: str, target: str, *, version: int | None = None, drop_router_bias: bool = False
+) -> pathlib.Path:
     """Writes a model, or a snapshot of a run, as a Hugging Face folder that any other tool can load.
 
+    Args:
+      drop_router_bias: leave out biases of routers, see `save_hf`.
+
     Raises:
-      InputError: the target exists, or there is no such model or snapshot.
+      InputError: the target exists, there is no such model or snapshot, or its routers have biases that the format does not.
     """
     folder = pathlib.Path(target)
     check_path(folder, "target")
@@ -332,7 +345,7 @@ def export(source: str, target: str, *, version: int | None = None) -> pathlib.P
     else:
         model = load_model(source)
     try:
-        save_hf(model.config, model.params, model.tokenizer, folder)
+        save_hf(model.config, model.params, model.tokenizer, folder, drop_router_bias=drop_router_bias)
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written: {error.strerror or error}. Choose another target."

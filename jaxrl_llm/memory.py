@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.rows import HEAD_CHUNK
 from jaxrl_llm.models.blockwise import BLOCK, goes_in_blocks
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.agree import on_first
@@ -50,6 +51,11 @@ class Part:
 
 def _width(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
+
+
+def _head_positions(config: Config, positions: int) -> int:
+    """Of the positions of a micro-batch, those whose logits are in memory at once, on all devices together."""
+    return min(HEAD_CHUNK * config.mesh.learner // config.mesh.tensor, positions)
 
 
 def _support_bytes(config: Config, model: ModelConfig) -> int:
@@ -131,11 +137,11 @@ def teacher_parts(config: Config, teacher: ModelConfig) -> list[Part]:
     """What a frozen teacher needs: its weights, held all the time, and the logits of a chunk while it scores."""
     learner = config.learner
     width = learner.row_tokens or config.row_multiple
-    positions = min(learner.head_chunk, learner.micro_batch_rows * width)
+    positions = _head_positions(config, learner.micro_batch_rows * width)
     dtype = config.teacher.dtype or config.model.dtype
     return [
         Part("teacher", teacher.num_parameters * _width(dtype), ("teacher.source", "teacher.dtype")),
-        Part("logits of the teacher", 4 * positions * teacher.vocab_size, ("learner.head_chunk",)),
+        Part("logits of the teacher", 4 * positions * teacher.vocab_size, ("teacher.source",)),
     ]
 
 
@@ -145,7 +151,9 @@ def _weight_copies(config: Config, model: ModelConfig) -> list[Part]:
     matrices = model.num_layers * (
         2 * model.hidden_size * (model.num_heads + model.num_kv_heads) * model.head_dim + model.mlp_parameters
     )
-    width = 1 if kind != "compute" else compute if compute < 4 else 0  # f32 weights are not copied
+    # f32 weights are not copied, unless they outlive the train step that begins with them
+    shared = compute == 4 and config.schedule.sync_every == 1
+    width = 1 if kind != "compute" else 0 if shared else compute
     settings = ("sampler.weights", "model.source") if kind == "compute" else ("model.source",)
     return [Part("weights of the sampler", matrices * width, settings)] if width else []
 
@@ -171,7 +179,7 @@ def learner_parts(
     # With every layer recomputed, the backward pass holds the input of each layer and the attention of one.
     scores = BLOCK**2 if goes_in_blocks(T) else T**2
     activations = R * T * model.hidden_size * model.num_layers * size + 4 * R * model.num_heads * scores
-    logits = 4 * min(learner.head_chunk, R * T) * model.vocab_size
+    logits = 4 * _head_positions(config, R * T) * model.vocab_size
     weights = 4 * model.num_parameters
     support = _support_bytes(config, model) if sampled else 0
     # On the host they take nothing of an accelerator, and as much of a machine without one.
@@ -187,7 +195,7 @@ def learner_parts(
             (*settings, "learner.micro_batch_rows", width, *(("rollout.max_support",) if support else ())),
         ),
         Part("activations", activations, ("learner.micro_batch_rows", width)),
-        Part("logits", logits, ("learner.head_chunk",)),
+        Part("logits", logits, ("model.source", "learner.micro_batch_rows")),
     ]
 
 

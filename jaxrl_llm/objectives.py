@@ -117,7 +117,7 @@ def check_trainable(objective: LossTransform, parts: Iterable[str] = ("reward",)
             lists = zeros[..., None]
             batch = batch.replace(topk_ids=lists.astype(jnp.int32), **dict.fromkeys(listed, lists))
             output = output.replace(topk_logprob=lists)
-        if "router_probs" in needed:
+        if needed & {"router_probs", "router_choice"}:
             routers = zeros[..., None, None]
             output = output.replace(router_probs=routers, router_choice=routers)
         state = objective.init()

@@ -2,8 +2,8 @@
 
 The fleet is one engine of `slots` rows that decode in lockstep; between two ends of rows nothing can change, so the
 clock jumps from end to end. With split devices and `Schedule.ahead`, as a run has them, the fleet samples the next batch
-under the old weights while the learner works, and the sooner one waits. Without `ahead` the fleet goes on for as long as
-the learner works, with at most max_age batches outstanding: what a schedule that looks at a wall clock could reach.
+under the old weights while the learner works, and the sooner one waits. With `Schedule.sync_every` it does so within an
+iteration only, unless there is `ahead`, too. Without both the fleet goes on for as long as the learner works, with at most max_age batches outstanding: what a schedule that looks at a wall clock could reach.
 
 Not modelled: prefill, rewards, the greedy answer that some objectives take as a baseline, evaluations, snapshots with
 their barriers, and what a failed replica costs.
@@ -126,6 +126,9 @@ def simulate(
     dropped = {"stale": [0, 0], "over_generated": [0, 0]}
     clock = busy = worked = 0.0
     step = tick = submitted = cursor = queued = running = served = 0
+    # A split fleet goes on with the iteration while the learner works, as a run has it.
+    streamed = learner.split and schedule.sync_every > 1 and not schedule.ahead
+    gathered: int | None = None  # the train step whose batch is complete
     per_step: list[int] = []
     steps_of: list[int] = []
     learned: list[tuple[float, float]] = []
@@ -249,11 +252,19 @@ def simulate(
         ready.sort()
         return in_time([*(group[0] for group in ready[schedule.groups :]), *oldest], version, schedule)
 
+    def room(version: int) -> int:
+        return schedule.room(max(0, version - schedule.ahead - served))
+
+    def serve(version: int) -> None:
+        nonlocal clock, served
+        if not version or version - served >= schedule.sync_every:
+            clock, served = clock + fleet.swap_seconds, version
+
     def gather(version: int) -> None:
-        nonlocal clock
-        clock += fleet.swap_seconds
+        nonlocal gathered
+        gathered, limit = version, room(version)
         begun_tick = tick
-        submit(schedule.outstanding)
+        submit(limit)
         while True:
             if tick - begun_tick >= schedule.ticks or not sizes:
                 enough = len(ready) >= schedule.groups
@@ -265,21 +276,21 @@ def simulate(
                 if enough and complete(version):
                     break
             short = schedule.ticks - (tick - begun_tick)
-            advance(short if short > 0 else None, np.inf, schedule.outstanding)
-        while schedule.swap == "drain" and sizes and (schedule.ahead or not learner.split):
-            advance(None, np.inf, schedule.outstanding)
+            advance(short if short > 0 else None, np.inf, limit)
+        while schedule.swap == "drain" and sizes and (schedule.ahead or streamed or not learner.split):
+            advance(None, np.inf, limit)
 
     begun_tick = begun_step = 0
     for version in range(steps):
         watching = version >= steps - watch
-        if not schedule.ahead:
+        if not (schedule.ahead or streamed):
             begun_tick, begun_step = tick, step
         if watching:
             watched.append((clock, 0))
-        if not schedule.ahead or not version:
-            served = version
+        if gathered != version:
+            serve(version)
             gather(version)
-        if schedule.ahead:
+        if schedule.ahead or streamed:
             per_step.append(tick - begun_tick)
             steps_of.append(step - begun_step)
             begun_tick, begun_step = tick, step
@@ -297,8 +308,11 @@ def simulate(
         end = clock + took
         learned.append((clock, end))
         if schedule.ahead and version + 1 < steps:
-            served = version
+            serve(version)
             gather(version + 1)
+        elif streamed:
+            if version + 1 < steps and version + 1 - served < schedule.sync_every:
+                gather(version + 1)
         elif learner.split and schedule.max_age:
             most = min(schedule.outstanding, schedule.max_age * schedule.groups)
             submit(most)
@@ -308,7 +322,7 @@ def simulate(
         if watching:
             watched.append((clock, 0))
         clock = max(clock, end)
-        if not schedule.ahead:
+        if not (schedule.ahead or streamed):
             per_step.append(tick - begun_tick)
             steps_of.append(step - begun_step)
     if watch:

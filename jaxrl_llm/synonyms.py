@@ -36,6 +36,8 @@ _NAMES_ELSEWHERE = {
     "rollout.top_k": "topk",
     "rollout.stop": "stop_strings stop_sequences stop_words stop_tokens",
     "rollout.refill_rounds": "dynamic_sampling filter_groups max_num_gen_batches",
+    "schedule.max_age": "max_staleness staleness staleness_threshold max_off_policy_steps off_policy_steps",
+    "schedule.sync_every": "sync_interval weight_sync_interval sync_steps trigger_parameter_sync_step update_weights_every",
     "sampler": "inference vllm sglang engine server",
     "sampler.slots": "max_num_seqs num_slots max_running_requests concurrency max_batch_size",
     "sampler.page_size": "block_tokens page_tokens",

@@ -116,6 +116,12 @@ def test_u01_numbers(load, text, value):
         ("steps: 2147483648", ["steps", "less than 2147483648"]),
         ("learner: {row_tokens: 99999999999}", ["learner.row_tokens", "less than 2147483648"]),
         ("learner: {row_tokens: 100}", ["learner.row_tokens", "model.max_context 256"]),
+        ("learner: {head_chunk: 256}", ["learner.head_chunk: there is no such setting"]),
+        ("schedule: {sync_every: 0}", ["schedule.sync_every", "greater than 0"]),
+        (
+            "schedule: {sync_every: 4, max_age: 1}",
+            ["schedule.sync_every: the last of 4", "3 train steps old", "max_age to 3, or sync_every to 2"],
+        ),
         (
             "learner: {row_tokens: 256, minibatches: 4, micro_batch_rows: 2}",
             ["learner.minibatches", "learner.micro_batch_rows"],

@@ -246,7 +246,7 @@ def test_a_run_is_not_resumed_with_other_rows(load, files, tmp_path):
 )
 def test_bad_settings_are_refused(objective, more, parts, load, tmp_path, monkeypatch):
     if "512" not in parts:  # what does not depend on the model is refused before it is loaded
-        monkeypatch.setattr("jaxrl_llm.fine_tune.configured_model", lambda config: pytest.fail("loaded"))
+        monkeypatch.setattr("jaxrl_llm.fine_tune.configured_model", lambda *_: pytest.fail("loaded"))
     with pytest.raises(InputError) as error:
         sft(load(objective, *more), tmp_path / "run")
     assert all(part in str(error.value) for part in parts), error.value
@@ -278,7 +278,7 @@ def test_an_objective_that_compares_samples_of_a_prompt_is_refused(load, files, 
 
 
 def test_labels_of_one_kind_are_pointed_out(load, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.fine_tune.configured_model", lambda config: 1 / 0)
+    monkeypatch.setattr("jaxrl_llm.fine_tune.configured_model", lambda *_: 1 / 0)
     for labels, kinds in (
         ((True, True), "true.*no bad"),
         ((False, False), "false.*no good"),

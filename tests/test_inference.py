@@ -8,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.assembly import inference_mesh
 from jaxrl_llm.config import load_config
 from jaxrl_llm.diagnostics.metrics import read_jsonl
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.inference import evaluate_config, export, load_policy, sample_config
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.ops.logprobs import token_logprobs
+from jaxrl_llm.parallel.rules import param_shardings
 
 TINY_YAML = pathlib.Path(__file__).parents[1] / "configs" / "tiny.yaml"
 
@@ -36,6 +38,25 @@ def test_load_policy_gives_the_model_or_a_snapshot_of_it(tiny_run):
     for place in (tiny_run / "snapshots", tiny_run / "snapshots" / "30"):
         same, version = load_policy(tiny(), str(place))
         assert version == 30 and equal(same.params, newest.params)
+
+
+def test_a_policy_is_spread_over_the_mesh_of_its_config_where_that_many_devices_are_here(tiny_run):
+    """Whole on no device, straight from the files; and what it answers is what it answers on one."""
+    spread = tiny("mesh.fsdp=2", "mesh.tensor=2", "evaluation.items=16")
+    model, _ = load_policy(spread, str(tiny_run), mesh=inference_mesh(spread))
+    here = load_policy(tiny(), str(tiny_run))[0]
+    assert equal(jax.device_get(model.params), jax.device_get(here.params))
+    wanted = param_shardings(model.config, inference_mesh(spread))
+    assert jax.tree.map(lambda x: x.sharding, model.params) == wanted
+    sizes = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(model.params)]
+    assert sum(sizes) < 0.3 * sum(x.nbytes for x in jax.tree.leaves(here.params))
+    figures = evaluate_config(spread, snapshot=str(tiny_run))
+    alone = evaluate_config(tiny("evaluation.items=16"), snapshot=str(tiny_run))
+    # Sums over shards end in other bits, and a sampled token may be another one.
+    greedy = [key for key in alone if "greedy" in key]
+    assert greedy and {k: figures[k] for k in greedy} == pytest.approx({k: alone[k] for k in greedy})
+    many = tiny("mesh.fsdp=64")
+    assert inference_mesh(many) is None and load_policy(many, str(tiny_run), mesh=None)[1] == 30
 
 
 def test_load_policy_uses_the_snapshot_before_a_damaged_one(tiny_run, tmp_path):

@@ -155,6 +155,7 @@ STAGES = {
     "adaptive_kl": [jrl.adaptive_kl(0.05), jrl.adaptive_kl(0.05, normalize=jrl.normalize_by_token())],
     "adaptive_entropy": [jrl.adaptive_entropy(coef=0.1)],
     "balance_experts": [jrl.balance_experts(0.1)],
+    "balance_experts_by_bias": [jrl.balance_experts_by_bias(0.1)],
     "imitate": [
         jrl.imitate(0.1),
         jrl.imitate(0.1, "forward", "topk"),
@@ -229,7 +230,9 @@ OTHER_KINDS = {
         ("truncate_importance", "approximate_proximal", "decay_stale", "drop_stale", "drop_truncated"),
         "correction",
     ),
-    "sequence_ratio_per_token": "ratio",
+    **dict.fromkeys(
+        ("sequence_ratio_per_token", "balance_experts_by_bias"), "ratio"
+    ),  # the second writes nothing at all
     **dict.fromkeys(
         ("adaptive_kl", "adaptive_entropy", "reward_entropy", "balance_experts", "imitate", "next_token"),
         "penalty",
@@ -320,6 +323,7 @@ CHAINS = {
         jrl.adaptive_kl(0.05),
         jrl.adaptive_entropy(coef=0.1),
         jrl.balance_experts(0.1),
+        jrl.balance_experts_by_bias(0.1),
         jrl.next_token(0.1, "positive", 0.0, jrl.normalize_by_sequence()),
     ),
     "teacher and critic": jrl.chain(

@@ -82,13 +82,15 @@ def test_absurd_sizes_are_refused_with_what_to_lower(monkeypatch, setting, value
 
 
 def test_the_logits_of_a_chunk_are_no_more_than_those_of_a_micro_batch(monkeypatch):
-    """head_chunk is clipped to the positions there are, so that a large one alone is no reason to refuse."""
-    free(monkeypatch, 50 * 10**6)
-    check(parse_config({"learner": {"head_chunk": MOST}}), TINY)
-    free(monkeypatch, 8 * 10**9)
-    packed = {"learner": {"head_chunk": MOST, "row_tokens": 4096, "micro_batch_rows": 16}}
-    with pytest.raises(InputError, match="logits .* GB .learner.head_chunk"):
-        check(parse_config(packed), dataclasses.replace(SMOLLM2, vocab_size=10**6))
+    wide = dataclasses.replace(TINY, vocab_size=10**6)
+    free(monkeypatch, 10**9)  # bytes; the logits of 1,024 positions would be four times as many
+    check(parse_config({"learner": {"micro_batch_rows": 1}, "model": {"max_context": 64}}), wide)
+    with pytest.raises(InputError, match="logits 4.1 GB .model.source, learner.micro_batch_rows"):
+        check(parse_config({"learner": {"micro_batch_rows": 128}}), wide)
+    free(monkeypatch, 5 * 10**9)
+    check(parse_config({"learner": {"micro_batch_rows": 128}}), wide)
+    with pytest.raises(InputError, match="logits 8.19 GB"):  # as many on each device
+        check(parse_config({"learner": {"micro_batch_rows": 128}, "mesh": {"fsdp": 2}}), wide)
 
 
 @pytest.mark.parametrize("setting", [f"{name}={MOST}" for name in ("sampler.slots", "learner.row_tokens")])
@@ -96,7 +98,7 @@ def test_the_command_refuses_before_it_compiles(monkeypatch, capsys, tmp_path, s
     def forbidden(*args, **more):
         raise AssertionError("something was started")
 
-    monkeypatch.setattr("jaxrl_llm.train.make_update_step", forbidden)
+    monkeypatch.setattr("jaxrl_llm.base_run.make_update_step", forbidden)
     monkeypatch.setattr("jaxrl_llm.sampler.Sampler.generate", forbidden)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as end:

@@ -106,7 +106,7 @@ def test_a_run_with_exact_values_has_ratio_one_at_the_first_update(tmp_path):
 @pytest.mark.slow
 def test_a_sampler_with_one_changed_leaf_fails(jaxrl):
     config = load_config(TINY_YAML)
-    model, task = configured_model(config), build_task(config)
+    model, task = configured_model(config, None), build_task(config)
     layers = model.params["layers"]
     changed = {**model.params, "layers": {**layers, "down": layers["down"].at[1, 2, 3].add(0.5)}}
     sampler = build_sampler(config, model)

@@ -117,10 +117,11 @@ class TickEngine:
 
     def __init__(self, slots, sizes, per=1):
         self.slots, self.sizes, self.version, self.per = slots, sizes, 0, per
-        self.waiting, self.placed, self.next = collections.deque(), {}, 0
+        self.waiting, self.placed, self.next, self.delivered = collections.deque(), {}, 0, []
 
-    def swap(self, params, *, version, pages):
+    def swap(self, params, *, version, pages, own):
         self.version = version
+        self.delivered.append(version)
 
     def submit(self, prompt, sampling):
         ids = list(range(self.next, self.next + sampling.n))
@@ -152,7 +153,18 @@ class TickEngine:
         return _completion(row)
 
     def begun_at(self):
-        return {id: min(row.versions) for id, row in self.placed.items()}
+        rows = [*self.placed.items(), *self.waiting]
+        return {id: min(row.versions) for id, row in rows if row.versions}
+
+    def unfinished(self):
+        rows = [*self.placed.items(), *self.waiting]
+        self.placed, self.waiting = {}, collections.deque()
+        return rows
+
+    def resume(self, row, sampling):
+        self.waiting.append((self.next, row))
+        self.next += 1
+        return self.next - 1
 
     @property
     def busy(self):
@@ -176,6 +188,33 @@ class Row:
     group: int = 0
 
 
+def stream_of(engine, schedule, n):
+    """A stream of `n` samples of a prompt, whose groups all earn the same."""
+
+    def judge(done, number):
+        return [Row(c.prompt, np.ones(len(c.tokens)), min(int(d.versions.min()) for d in done)) for c in done]
+
+    numbers = itertools.count()
+    source = SimpleNamespace(
+        next_batch=lambda k: [SimpleNamespace(task="t", payload={}, uid=next(numbers)) for _ in range(k)]
+    )
+    return Stream(lambda: engine, source, judge, SimpleNamespace(n=n, greedy_too=False), schedule)
+
+
+def batches(stream, steps, *, apart=False, barriers=()):
+    """(version, batch, figures) of the train steps; `apart`: what can be is sampled while the step before it learns."""
+    for version in range(steps):
+        yield version, *stream.next_batch(None, version)
+        following = version + 1
+        if following < steps and stream.schedule.ahead:
+            stream.sync(None, version)
+            stream.advance(following)
+        elif following < steps and apart and not stream.is_due(following):
+            stream.advance(following)
+        if following in barriers:
+            stream.restore(stream.state())
+
+
 @pytest.mark.parametrize("slots, per", [(5, 1), (16, 1), (100, 1), (5, 4), (16, 3), (100, 8)])
 @pytest.mark.parametrize(
     "changes, n",
@@ -188,29 +227,22 @@ class Row:
         ({"max_age": 3, "in_flight": 6, "ticks": 3}, 2),
         ({"max_age": 4, "ahead": True}, 3),
         ({"max_age": 1, "ahead": True, "swap": "drain"}, 2),
+        ({"max_age": 3, "sync_every": 4}, 3),
+        ({"max_age": 4, "sync_every": 3, "ahead": True}, 2),
+        ({"max_age": 5, "sync_every": 2, "in_flight": 9, "ticks": 2}, 2),
+        ({"max_age": 2, "sync_every": 3, "swap": "drain"}, 2),
     ],
 )
 def test_counts_are_those_of_the_stream(changes, n, slots, per):
     schedule, steps = Schedule(groups=4, samples=2, **changes), 25
     sizes = lognormal_lengths(6, 50, most=200, seed=3)(20_000).tolist()
-    engine_sizes, own = iter(sizes), iter(sizes)
-    engine = TickEngine(slots, engine_sizes, per)
-    source = SimpleNamespace(next_batch=lambda k: [SimpleNamespace(task="t", payload={}) for _ in range(k)])
-
-    def judge(done, number):
-        return [Row(c.prompt, np.ones(len(c.tokens)), min(int(d.versions.min()) for d in done)) for c in done]
-
-    sampling = SimpleNamespace(n=n, greedy_too=False)
-    stream = Stream(lambda: engine, source, judge, sampling, schedule)
-    ages, ticks, tokens = collections.Counter(), [], 0
-    for version in range(steps):
-        rows, figures = stream.next_batch(None, version)
-        if schedule.ahead and version + 1 < steps:
-            stream.serve(None, version)
-            stream.advance(version + 1)
-        ages.update(version - row.oldest for row in rows[:: schedule.samples])
-        ticks.append(int(figures["rollout/ticks"]))
-        tokens += sum(int(row.mask.sum()) for row in rows)
+    engine = TickEngine(slots, iter(sizes), per)
+    stream = stream_of(engine, schedule, n)
+    taken = list(batches(stream, steps))
+    ages = collections.Counter(version - row.oldest for version, rows, _ in taken for row in rows[::2])
+    ticks = [int(figures["rollout/ticks"]) for _, _, figures in taken]
+    tokens = sum(int(row.mask.sum()) for _, rows, _ in taken for row in rows)
+    own = iter(sizes)
     sums = stream.ledger.state()["sums"]
     found = simulate(
         schedule,
@@ -226,10 +258,10 @@ def test_counts_are_those_of_the_stream(changes, n, slots, per):
         assert counts == tuple(sums.get(reason, (0, 0, 0))[:2])
 
 
-@pytest.mark.parametrize("swap", ["keep", "drain"])
-def test_counts_are_those_of_a_stream_with_the_real_engine(tiny_params, swap):
+@pytest.mark.parametrize("changes", [{}, {"swap": "drain"}, {"sync_every": 3}], ids=str)
+def test_counts_are_those_of_a_stream_with_the_real_engine(tiny_params, changes):
     """Lengths come from a model whose weights change; the simulator is given those that were sampled."""
-    schedule, steps, more = Schedule(groups=3, samples=2, max_age=2, swap=swap), 8, 6
+    schedule, steps, more = Schedule(groups=3, samples=2, max_age=2, **changes), 8, 6
     numbers = itertools.count()
     source = SimpleNamespace(
         next_batch=lambda k: [
@@ -306,3 +338,77 @@ def test_a_batch_waits_where_more_would_be_due_than_can_be_consumed():
         schedule, Fleet(slots=100), Learner(), lambda k: np.array([next(sizes) for _ in range(k)]), steps=5
     )
     assert found.ages == {0: 2, 1: 1, 2: 2} and found.dropped["stale"] == (0, 0)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_of_an_iteration_no_group_is_too_old_and_none_is_lost(data):
+    """Whatever the lengths, the slots and the barriers: prompts are trained on once, and tokens say what sampled them."""
+    groups, every = data.draw(st.integers(1, 3), "groups"), data.draw(st.integers(1, 4), "sync_every")
+    ahead = data.draw(st.booleans(), "ahead")
+    max_age = every - 1 + ahead + data.draw(st.integers(0, 3), "more")
+    schedule = Schedule(groups=groups, samples=2, max_age=max_age, sync_every=every, ahead=ahead)
+    sizes = itertools.cycle(data.draw(st.lists(st.sampled_from([1, 1, 2, 9, 50]), min_size=8, max_size=60)))
+    engine = TickEngine(data.draw(st.integers(1, 20), "slots"), sizes, data.draw(st.integers(1, 3), "per"))
+    barriers = data.draw(st.sets(st.integers(1, 11), max_size=3), "barriers")
+    stream = stream_of(engine, schedule, 2)
+    trained = []
+    for version, rows, figures in batches(stream, 12, apart=data.draw(st.booleans()), barriers=barriers):
+        assert len(rows) == 2 * groups
+        assert all(version - max_age <= row.oldest <= version - ahead * (version > 0) for row in rows)
+        assert all(row.oldest in engine.delivered for row in rows)
+        if every > 1:
+            assert figures["rollout/barrier"] == (version in barriers)
+        trained += [row.prompt.uid for row in rows[::2]]
+    assert len(set(trained)) == len(trained) == 12 * groups
+    assert stream.ledger.state()["sums"].keys() == {"trained"}
+    # a delivery every so many train steps, counted from a barrier anew
+    expected, last = [], None
+    for version in range(12 - ahead):
+        if version in barriers or last is None or version - last >= every:
+            expected, last = [*expected, version], version
+    assert sorted(set(engine.delivered)) == expected
+    left = {group.prompt.uid for group in stream._open.values()}
+    left |= {group.trajectories[0].prompt.uid for group in stream._ready}
+    assert left | set(trained) == set(range(stream._submitted)) and not left & set(trained)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_an_iteration_is_sampled_from_the_weights_that_it_began_with(every):
+    """It is submitted at its beginning, trained on as it is completed, and all of it before the next one begins."""
+    schedule = Schedule(groups=3, samples=2, max_age=every - 1, sync_every=every)
+    sizes = lognormal_lengths(6, 50, most=200, seed=3)(2_000).tolist()
+    found = []
+    for apart in (False, True):
+        engine = TickEngine(7, iter(sizes), 2)
+        stream, seen = stream_of(engine, schedule, 2), []
+        for version, rows, figures in batches(stream, 3 * every, apart=apart):
+            first = version - version % every
+            assert {row.oldest for row in rows} == {first}
+            iteration = {first * 3 + i for i in range(3 * every)}
+            assert {row.prompt.uid for row in rows} <= iteration
+            assert stream._submitted == 3 * (first + every)
+            seen.append(([row.prompt.uid for row in rows], figures["rollout/ticks"]))
+        assert engine.delivered == [0, every, 2 * every]
+        found.append(seen)
+    assert found[0] == found[1]  # when it is sampled changes nothing
+    assert len({ticks for _, ticks in found[0]}) > 2
+    whole = [uid for uids, _ in found[0][:every] for uid in uids]
+    assert sorted(whole[::2]) != whole[::2]  # the first complete ones first
+
+
+@pytest.mark.parametrize("max_age", [3, 4])
+def test_minibatches_that_are_streamed_shorten_the_wait_of_a_learner_of_its_own(max_age):
+    """Beside one train step of all of the iteration's samples, on the same weights and devices."""
+    lengths = lambda: lognormal_lengths(200, 1600, most=8000, seed=1)  # noqa: E731
+
+    def run(**changes):
+        schedule = Schedule(samples=8, **changes)
+        learner = Learner(token_seconds=0.02, split=True)
+        found = simulate(schedule, Fleet(slots=64), learner, lengths(), steps=64 * 16 // schedule.groups)
+        assert max(found.ages) <= schedule.max_age
+        return found.seconds
+
+    whole, ahead = run(groups=64), max_age > 3
+    streamed = run(groups=16, sync_every=4, max_age=max_age, ahead=ahead)
+    assert streamed < (0.65 if ahead else 0.8) * whole

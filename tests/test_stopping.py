@@ -45,14 +45,14 @@ def test_while_the_model_loads_nothing_is_left_and_the_folder_can_be_used(
     train, monkeypatch, tmp_path, number, code, word
 ):
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(loop, "configured_model", lambda config: ask(number))
+    monkeypatch.setattr(loop, "configured_model", lambda *_: ask(number))
     assert train() == (code, f"jaxrl: {word}.\n")
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_fault_before_the_first_figures_leaves_the_folder_free(monkeypatch, tmp_path, capsys):
-    def broken(config):
+    def broken(*_):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(loop, "configured_model", broken)

@@ -140,17 +140,17 @@ def test_a_teacher_reads_what_the_policy_writes(make, more, message, tmp_path):
     make(tmp_path / "teacher")
     given = config("opd", f"teacher.source={tmp_path / 'teacher'}", *more)
     with pytest.raises(InputError, match=f"teacher\\.source: .*{message}"):
-        configured_teacher(given, configured_model(given), None)
+        configured_teacher(given, configured_model(given, None), None)
 
 
 def test_a_teacher_may_be_of_another_shape_and_is_kept_in_its_own_dtype(tmp_path):
     exported(tmp_path / "teacher", SMALL, tiny_tokenizer())
     given = config("opd", f"teacher.source={tmp_path / 'teacher'}", "teacher.dtype=bfloat16")
-    teacher = configured_teacher(given, configured_model(given), None)
+    teacher = configured_teacher(given, configured_model(given, None), None)
     assert (teacher.config.hidden_size, teacher.config.dtype) == (32, "bfloat16")
     assert {x.dtype for x in jax.tree.leaves(teacher.params)} == {jnp.bfloat16.dtype}
     assert teacher.digest == load_model(tmp_path / "teacher").digest
-    assert configured_teacher(config("grpo"), configured_model(given), None) is None
+    assert configured_teacher(config("grpo"), configured_model(given, None), None) is None
 
 
 # ----------------------------------------------------------------------------------- what is filled

@@ -283,7 +283,7 @@ def test_a_run_is_not_resumed_with_another_model(whole, tmp_path, monkeypatch):
     before = [path.read_bytes() for path in kept]
     original = loop.configured_model
     monkeypatch.setattr(
-        loop, "configured_model", lambda config: dataclasses.replace(original(config), digest="f" * 64)
+        loop, "configured_model", lambda *given: dataclasses.replace(original(*given), digest="f" * 64)
     )
     with pytest.raises(InputError, match="is not the model that this run started from"):
         train(short(), folder, resume=True, overrides=["steps=7"])
@@ -345,7 +345,7 @@ def test_another_model_or_objective_is_named_by_its_setting_and_the_model_before
     shutil.copytree(whole, folder)
     with pytest.raises(InputError, match=r"optimizer.weight_decay: 0.0 there, 0.5 here"):
         train(short(), folder, resume=True, overrides=["steps=7", "optimizer.weight_decay=0.5"])
-    monkeypatch.setattr(loop, "configured_model", lambda config: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loop, "configured_model", lambda *_: pytest.fail("it was loaded"))
     damaged = folder / "snapshots" / "6" / "manifest" / "metadata"
     damaged.write_bytes(b"")
     with pytest.raises(

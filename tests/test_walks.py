@@ -69,6 +69,7 @@ def dense_logprob(params, config, tokens, t, temperature):
     return logits[tokens[t]] - (logits.max() + math.log(np.exp(logits - logits.max()).sum()))
 
 
+@pytest.mark.slow
 def test_one_token(run):
     """Prompt -> sampler -> trajectory -> batch -> log-prob of the learner -> its term of the loss."""
     batch, trajectories, _ = run.gather(None)

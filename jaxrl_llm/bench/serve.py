@@ -92,7 +92,7 @@ def bench_serve(
     place = None if url is None else split_url(url)
     from jaxrl_llm.assembly import configured_model
 
-    loaded = configured_model(config)
+    loaded = configured_model(config, None)
     model = Model(
         tokenizer=loaded.tokenizer,
         vocab_size=loaded.config.vocab_size,

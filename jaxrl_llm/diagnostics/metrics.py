@@ -7,6 +7,7 @@ with `time/` or `memory/` (others that look like one are refused), so the rest c
 
 from __future__ import annotations
 
+import collections
 import enum
 import json
 import math
@@ -104,7 +105,8 @@ class MetricsWriter:
       run_dir: the run folder.
       resume_version: None for a new run (the file must not hold anything yet); otherwise the version that
         the run resumes from: later lines, and a half-written last line, are removed. -1 removes all.
-        A run must therefore write the line of version v before it saves snapshot v.
+        A run must therefore write the line of version v before it saves snapshot v. A warning names train steps up
+        to there that have no line, or several.
       trackers: outside services that get the same figures.
       process_index: only process 0 writes; default `jax.process_index()`.
 
@@ -121,6 +123,8 @@ class MetricsWriter:
         process_index: int | None = None,
     ) -> None:
         self._lines = _JsonLines(pathlib.Path(run_dir) / "metrics.jsonl", resume_version, process_index)
+        if resume_version is not None and self._lines._file is not None:
+            _check_rows(self._lines.path, resume_version)
         self._trackers = tuple(trackers) if self._lines._file is not None else ()
         self.path = self._lines.path
 
@@ -320,6 +324,21 @@ def _truncate(path: pathlib.Path, version: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _check_rows(path: pathlib.Path, version: int) -> None:
+    """Warns unless the train steps 1 … `version` have one line each: a run writes those, so something else was here."""
+    rows = collections.Counter(row["version"] for row in read_jsonl(path))
+    missing = [v for v in range(1, version + 1) if not rows[v]]
+    repeated = sorted(v for v, count in rows.items() if count > 1)
+    for what, versions in (("has no line for", missing), ("has several lines for", repeated)):
+        if versions:
+            listed = ", ".join(map(str, versions[:8])) + (", …" if len(versions) > 8 else "")
+            warnings.warn(
+                f"{path} {what} {len(versions)} of the train steps before the snapshot: {listed}. The run goes on from the "
+                "snapshot, which is whole; its curves and what jaxrl replay compares are not.",
+                stacklevel=4,
+            )
 
 
 def _check_key(key: str) -> None:

@@ -1,7 +1,7 @@
 """What the training loop sees of a fleet: batch by batch, groups in the order in which they were submitted.
 
-At every train step prompts are submitted, to be answered under its weights, until (1 + max_age) x groups are
-outstanding; the first `groups` of them are trained on. So a group that is submitted at version v is trained on at
+At every train step (every `sync_every`-th one) prompts are submitted, to be answered under its weights, until
+(1 + max_age) x groups are outstanding; the first `groups` of them are trained on. So a group that is submitted at version v is trained on at
 version v + max_age (the first ones sooner), and while the learner trains, workers sample what comes after. This is
 the schedule of `rollout.stream` with swap="drain", without its wait: the same prompts under the same versions.
 """
@@ -62,13 +62,17 @@ class FleetStream:
           fleet: for `schedule.samples` samples of a prompt, and the greedy one where the objective reads it.
           source: prompts, each with a uid of its own.
           judge: (the completions of a group, its number) -> its trajectories.
-          schedule: groups, samples, max_age and max_drops of it count.
+          schedule: groups, samples, max_age, sync_every and max_drops of it count.
         """
         self._fleet, self._source, self._judge = fleet, source, judge
         self.schedule = schedule
         self.ledger = Ledger()
         self._queue: list[_Group] = []  # outstanding, in the order of their numbers
         self._submitted = 0
+        self._served: int | None = (
+            None  # version of the weights that were published last; None: before the first ones
+        )
+        self._restored = False  # a barrier, and no batch has been taken since
         self.sampled: list[Trajectory] = []  # see `rollout.stream.Stream.next_batch`
 
     def next_batch(
@@ -115,17 +119,24 @@ class FleetStream:
         self.ledger.count_trajectories(TRAINED, self.sampled[: len(batch)])
         self.ledger.count_trajectories("no_signal", [t for t in batch if t.reward is None])
         self._fleet.pump()
-        return batch, self._fleet.figures()
+        figures = self._fleet.figures()
+        if schedule.sync_every > 1:  # it decides which weights are published, so that a replay must know it
+            figures["rollout/barrier"] = float(self._restored)
+        self._restored = False
+        return batch, figures
 
     def _submit(self, params: Any, version: int) -> None:
-        missing = self.schedule.outstanding - len(self._queue)
+        if self._served is None or version - self._served >= self.schedule.sync_every:
+            self._served = version
+        missing = self.schedule.room(version - self._served) - len(self._queue)
         if missing <= 0:
             return
-        self._fleet.publish(params, version)
+        if version == self._served:
+            self._fleet.publish(params, version)
         for prompt in self._source.next_batch(missing):
             check_carried(prompt)
-            self._fleet.submit(self._submitted, prompt, version)
-            self._queue.append(_Group(self._submitted, version))
+            self._fleet.submit(self._submitted, prompt, self._served)
+            self._queue.append(_Group(self._submitted, self._served))
             self._submitted += 1
 
     def _finish(self, group: _Group, waiting: Callable[[], Any] | None = None) -> list[Trajectory]:
@@ -156,13 +167,14 @@ class FleetStream:
         )
 
     def restore(self, state: StreamState) -> None:
-        """Goes on from a state. One of this stream changes nothing: what is under way goes on.
+        """Goes on from a state. What is under way goes on; the next prompts are of the next train step's weights.
 
         Raises:
           InputError: it holds samples that were under way in the learner's process.
         """
+        self._served, self._restored = None, True
         if isinstance(state, FleetState):
-            return
+            return  # of this stream, which has all of it
         if state.open:
             raise InputError(
                 f"--workers: the snapshot holds {len(state.open)} groups whose samples were under way in the process of the "

@@ -124,6 +124,7 @@ def fleet_stream(
         groups=r.prompts,
         samples=r.group_size,
         max_age=s.max_age,
+        sync_every=s.sync_every,
         swap="drain",
         max_drops=r.refill_rounds * r.prompts,
     )

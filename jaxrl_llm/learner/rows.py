@@ -15,9 +15,24 @@ from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.rules import batch_shardings, rows_spec
 from jaxrl_llm.types import TokenBatch
 
-__all__ = ["check_micro_batch_rows", "micro_batches", "minibatches", "pad_rows", "place_batch"]
+__all__ = [
+    "HEAD_CHUNK",
+    "check_micro_batch_rows",
+    "head_chunk",
+    "micro_batches",
+    "minibatches",
+    "pad_rows",
+    "place_batch",
+]
 
 Array = jax.Array
+
+HEAD_CHUNK = 1024  # positions of a device whose logits are in memory at once
+
+
+def head_chunk(mesh: Mesh | None) -> int:
+    """Positions of a batch whose logits are in memory at once: HEAD_CHUNK of each device that has tokens of its own."""
+    return HEAD_CHUNK if mesh is None else HEAD_CHUNK * batch_shards(mesh) * mesh.shape["context"]
 
 
 def _is_rows(x: Array) -> bool:

@@ -15,7 +15,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.parallel.host import place
 from jaxrl_llm.parallel.offload import check_offload, fetched, host_shardings, on_host, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, state_shardings
-from jaxrl_llm.transforms.adaptive import EXPERT_LOAD
+from jaxrl_llm.transforms.adaptive import EXPERT_LOAD, ROUTER_SHIFT
 from jaxrl_llm.transforms.base import LossTransform
 from jaxrl_llm.types import LearnerState
 
@@ -29,11 +29,11 @@ def _master(x: jax.Array) -> jax.Array:
 
 
 def _sized(objective_state: dict[str, Any], params: Any) -> dict[str, Any]:
-    """The state of an objective in which what depends on the size of the model has it: the loads of its experts."""
+    """The state of an objective in which what depends on the size of the model has it: the loads of its experts, say."""
     router = params["layers"].get("router") if isinstance(params, dict) and "layers" in params else None
 
     def sized(path, x):
-        if router is None or getattr(path[-1], "key", None) != EXPERT_LOAD:
+        if router is None or getattr(path[-1], "key", None) not in (EXPERT_LOAD, ROUTER_SHIFT):
             return x
         return jnp.zeros((router.shape[0], router.shape[-1]), x.dtype)
 

@@ -23,6 +23,7 @@ from jaxrl_llm.ops.logprobs import TeacherHead, policy_output
 from jaxrl_llm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxrl_llm.parallel.offload import fetched, on_host, put_back
 from jaxrl_llm.parallel.rules import DEFAULT_RULES, Rules, layout_of, state_shardings
+from jaxrl_llm.transforms.adaptive import expert_capacity, moves_router_bias, router_shift
 from jaxrl_llm.transforms.base import LossTransform, needed_fields
 from jaxrl_llm.transforms.evaluate import evaluate
 from jaxrl_llm.types import LearnerState, Mean, PolicyOutput, TokenBatch
@@ -37,6 +38,7 @@ __all__ = [
     "make_update_step",
     "merge_extremes",
     "ratio_extremes",
+    "reads_routers",
 ]
 
 Array = jax.Array
@@ -151,6 +153,8 @@ def make_update_step(
     Raises:
       ValueError: micro_batch_rows does not fit the mesh, or the objective reads a divergence and there is no teacher.
     """
+    if (capacity := expert_capacity(objective)) is not None:
+        config = dataclasses.replace(config, expert_capacity=capacity)
     config = on_mesh(config, mesh, BATCH_AXES)
     shards = batch_shards(mesh)
     check_micro_batch_rows(micro_batch_rows, shards)
@@ -183,7 +187,7 @@ def make_update_step(
             blocks=shards,
             gradient_sums=gradient_sums,
             teacher=head,
-            router_probs=wants_routers,
+            **wants_routers,
             layout=layout_of(mesh, rules),
         )
 
@@ -245,6 +249,9 @@ def make_update_step(
             lambda after, before: jnp.where(usable, after, before), advanced, state.objective_state
         )
         new = dataclasses.replace(new, objective_state=objective_state)
+        shift = router_shift(advanced) if policy is None else None
+        if shift is not None:
+            new = _shifted(new, state.params, jnp.where(usable, shift, 0.0))
         metrics = {
             name: mean for name, mean in metrics.items() if not mean.total.ndim
         }  # the others are for `update`
@@ -254,7 +261,7 @@ def make_update_step(
             "skipped": figure(~usable),
             "trained_tokens": figure(jnp.sum(batch.mask)),
             **merge_extremes(extremes),
-            **router_figures(routers, config, padded.tokens.size),
+            **router_figures(routers, config, padded.tokens.size, new.params),
         }
         coefficient = coefficient.reshape(padded.shape)
         shares = gradient_share(coefficient, padded)
@@ -284,32 +291,47 @@ class UpdateStep:
         return self.jitted(state, place_batch(batch, self.mesh), *teacher)
 
 
-def reads_routers(objective: LossTransform, config: ModelConfig, decoder: bool = True) -> bool:
-    """Whether an objective reads the probabilities of routers; `decoder`: the policy is that of `config`.
+def reads_routers(objective: LossTransform, config: ModelConfig, decoder: bool = True) -> dict[str, bool]:
+    """What an objective reads of routers, as arguments of `policy_output`; `decoder`: the policy is that of `config`.
 
     Raises:
-      ValueError: it does, and the model has no experts.
+      ValueError: it reads something and the model has no experts; it moves their biases and the model has none.
     """
-    reads = "router_probs" in needed_fields(objective)
-    if reads and decoder and not config.num_experts:
+    needed = needed_fields(objective)
+    reads = {name: name in needed for name in ("router_probs", "router_choice")}
+    if any(reads.values()) and decoder and not config.num_experts:
         raise ValueError(
-            "the objective reads the probabilities of routers, and the model has no experts. Leave the stage out "
-            "(balance_experts), or train a mixture of experts."
+            "the objective reads the probabilities of routers, or their choices, and the model has no experts. Leave the "
+            "stage out (balance_experts, balance_experts_by_bias), or train a mixture of experts."
+        )
+    if decoder and moves_router_bias(objective) and not config.router_bias:
+        raise ValueError(
+            "the objective moves the biases of routers (balance_experts_by_bias), and the model has none. Give it some: "
+            "model = jaxrl_llm.models.load.with_router_bias(model)."
         )
     return reads
+
+
+def _shifted(state: LearnerState, before: Any, shift: Array) -> LearnerState:
+    """The state with the biases of the routers moved from where they were before, whatever the optimiser did to them."""
+    bias = before["layers"]["router_bias"]
+    layers = {**state.params["layers"], "router_bias": bias + shift.astype(bias.dtype)}
+    return dataclasses.replace(state, params={**state.params, "layers": layers})
 
 
 def routers_of(output: PolicyOutput, micro: TokenBatch, config: ModelConfig) -> dict[str, Array]:
     """What the routers did with the tokens of a micro-batch, prompts included; adds up over micro-batches."""
     if output.routed is None:
         return {}
-    ids, entropy, dropped, _ = output.routed
+    ids, entropy, dropped, _, preferred = output.routed
     counted = micro.segments != 0
     known = counted[..., None] if micro.routing_ids is None else micro.routing_ids[..., 0] >= 0
     replayed = (
         jnp.zeros((), jnp.float32) if micro.routing_ids is None else jnp.sum(known & counted[..., None])
     )
+    unbiased = {} if preferred is None else {"preferred": router_load(preferred, config.num_experts, counted)}
     return {
+        **unbiased,
         "load": router_load(ids, config.num_experts, counted),
         "entropy": jnp.sum(jnp.where(counted[..., None], entropy, 0.0)),
         "dropped": jnp.sum(jnp.where(counted[..., None], dropped, 0.0)),
@@ -317,15 +339,23 @@ def routers_of(output: PolicyOutput, micro: TokenBatch, config: ModelConfig) -> 
     }
 
 
-def router_figures(routers: dict[str, Array], config: ModelConfig, places: int) -> dict[str, Mean]:
+def router_figures(
+    routers: dict[str, Array], config: ModelConfig, places: int, params: Any
+) -> dict[str, Mean]:
     """Figures of the routers in one update, from `routers_of` each micro-batch; {} of a dense model.
+
+    `params` are those after the update.
 
     expert_load_max        tokens of the busiest expert of a layer over the mean of the layer, of the worst layer
     expert_load_min        likewise of the idlest expert
+    expert_idle            fraction of the experts of all layers that no token went through
     expert_dropped         fraction of (token, expert) pairs for which the expert had no room
     expert_replayed        fraction of tokens that went through the experts that the sampler had chosen
     expert_exchange        bytes that all devices together receive in the forward passes, because experts are elsewhere
     router_entropy         mean entropy of the router's probabilities, in nats
+    Of a model with biases of routers also:
+    expert_preferred_max   as expert_load_max, had each token gone through the experts that its router prefers without a bias
+    router_bias_max        largest absolute value of a bias after the update
     """
     if not routers:
         return {}
@@ -333,10 +363,21 @@ def router_figures(routers: dict[str, Array], config: ModelConfig, places: int) 
     load = total["load"]
     pairs = jnp.sum(load)
     tokens = pairs / config.experts_per_token  # in each layer
-    relative = load / jnp.maximum(jnp.mean(load, axis=1, keepdims=True), 1.0)
+
+    def relative(load: Array) -> Array:
+        return load / jnp.maximum(jnp.mean(load, axis=1, keepdims=True), 1.0)
+
+    biased = {}
+    if "preferred" in total:
+        biased = {
+            "expert_preferred_max": figure(jnp.max(relative(total["preferred"]))),
+            "router_bias_max": figure(jnp.max(jnp.abs(params["layers"]["router_bias"]))),
+        }
     return {
-        "expert_load_max": figure(jnp.max(relative)),
-        "expert_load_min": figure(jnp.min(relative)),
+        **biased,
+        "expert_load_max": figure(jnp.max(relative(load))),
+        "expert_load_min": figure(jnp.min(relative(load))),
+        "expert_idle": figure(jnp.mean(load == 0)),
         "expert_dropped": Mean(total["dropped"], pairs),
         "expert_replayed": Mean(total["replayed"], tokens),
         "expert_exchange": figure(jnp.float32(exchanged_bytes(config, places))),

@@ -68,6 +68,9 @@ class ModelConfig:
     normalize_gates: bool = dataclasses.field(default=True, repr=False)  # gates of a token add up to 1
     # Most tokens of an expert in a forward pass of the learner, as a multiple of the mean load; None = all of them.
     expert_capacity: float | None = dataclasses.field(default=None, repr=False)
+    # Parameters that are added to the probabilities of a router where experts are chosen, and nowhere else; see
+    # `transforms.balance_experts_by_bias`.
+    router_bias: bool = dataclasses.field(default=False, repr=False)
     # An `experts.Placement`: the devices that the experts are spread over; set by whoever compiles for a mesh.
     placement: Any = dataclasses.field(default=None, repr=False)
 
@@ -89,6 +92,8 @@ class ModelConfig:
                 f"model config: num_experts={self.num_experts} needs experts_per_token between 1 and that (got "
                 f"{self.experts_per_token}) and a positive expert_size (got {self.expert_size})."
             )
+        if self.router_bias and not self.num_experts:
+            raise ValueError("model config: router_bias needs experts, and num_experts is 0.")
         if self.expert_capacity is not None and not self.expert_capacity > 0:
             raise ValueError(
                 f"model config: expert_capacity must be positive, or None, got {self.expert_capacity!r}."

@@ -2,6 +2,7 @@
 
 A router gives each token probabilities over E experts (f32, whatever the compute dtype). The k likeliest are its
 experts; their outputs, weighted by these probabilities (which `ModelConfig.normalize_gates` rescales to 1), add up.
+With `ModelConfig.router_bias` those with the largest sums of probability and bias are chosen; the weights stay the same.
 No token is dropped unless `ModelConfig.expert_capacity` says so.
 
 The pairs (token, expert) are put in the order of their experts, and each expert multiplies its rows:
@@ -30,12 +31,21 @@ from jaxrl_llm.ops.dense import DENSE
 from jaxrl_llm.ops.quantize import QuantizedMatrix, weight_product
 from jaxrl_llm.parallel.rules import DEFAULT_RULES
 
-__all__ = ["EXACT", "Placement", "Routed", "expert_mlp", "exchanged_bytes", "on_mesh", "router_load"]
+__all__ = [
+    "EXACT",
+    "Placement",
+    "Routed",
+    "dropless",
+    "exchanged_bytes",
+    "expert_mlp",
+    "on_mesh",
+    "router_load",
+]
 
 Array = jax.Array
 
 EXACT = frozenset(
-    {"router"}
+    {"router", "router_bias"}
 )  # parameters of a layer that are never rounded: the choice of experts hangs on them
 _MATRICES = ("expert_gate", "expert_up", "expert_down")
 
@@ -57,6 +67,9 @@ class Routed(NamedTuple):
     entropy: Array  # f32[...], of the probabilities (nats); detached
     dropped: Array  # f32[...], how many experts of the token had no room for it
     probs: Array | None  # f32[..., E], on the tape
+    preferred: Array | None = (
+        None  # i32[..., K], the likeliest, whatever the biases; None of a model without biases
+    )
 
 
 def on_mesh(config: ModelConfig, mesh: Mesh | None, rows: tuple[str, ...] = ()) -> ModelConfig:
@@ -68,6 +81,11 @@ def on_mesh(config: ModelConfig, mesh: Mesh | None, rows: tuple[str, ...] = ()) 
     if mesh is None or not config.num_experts or mesh.size == 1:
         return config
     return dataclasses.replace(config, placement=Placement(mesh, tuple(rows)))
+
+
+def dropless(config: ModelConfig) -> ModelConfig:
+    """The config of a sampler: a token that it drops would be another one in other company."""
+    return dataclasses.replace(config, expert_capacity=None)
 
 
 def router_load(ids: Array, experts: int, counted: Array) -> Array:
@@ -107,7 +125,8 @@ def expert_mlp(
     """([B, T, D], what the router did) of a layer with experts.
 
     Args:
-      layer: router [D, E], expert_gate and expert_up [E, D, F], expert_down [E, F, D].
+      layer: router [D, E], expert_gate and expert_up [E, D, F], expert_down [E, F, D]; perhaps router_bias [E], which no
+        gradient reaches.
       routing_ids: i32[B, T, K], experts that each token goes through, whatever the router would choose now; the gates
         are the router's for those. -1 in front: the router chooses for this token.
       live: bool[B, T]; other tokens go through no expert and take no room. None = all.
@@ -119,9 +138,14 @@ def expert_mlp(
     )
     probs = jax.nn.softmax(logits, axis=-1)
     gates, ids = jax.lax.top_k(probs, config.experts_per_token)
-    ids = ids.astype(jnp.int32)
+    ids, preferred = ids.astype(jnp.int32), None
+    if "router_bias" in layer:
+        preferred = ids
+        sums = jax.lax.stop_gradient(probs + layer["router_bias"].astype(wide))
+        ids = jax.lax.top_k(sums, config.experts_per_token)[1].astype(jnp.int32)
     if routing_ids is not None:
         ids = jnp.where(routing_ids[..., :1] < 0, ids, routing_ids.astype(jnp.int32))
+    if preferred is not None or routing_ids is not None:
         gates = jnp.take_along_axis(probs, ids, axis=-1)
     if config.normalize_gates:
         gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
@@ -131,7 +155,7 @@ def expert_mlp(
     y, dropped = run(config, h_BTD, used, gates, matrices)
     detached = jax.lax.stop_gradient(probs)
     entropy = -jnp.sum(jax.scipy.special.xlogy(detached, detached), axis=-1)
-    return y, Routed(ids, entropy.astype(jnp.float32), dropped, probs)
+    return y, Routed(ids, entropy.astype(jnp.float32), dropped, probs, preferred)
 
 
 # ------------------------------------------------------------------------------------- on one device
@@ -336,6 +360,79 @@ def _sent(h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any], exper
     return jnp.sum(back * gates[..., None], axis=1)
 
 
+_ROOM = 1.25  # rows of a round, in the mean load of a device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_rounds(
+    experts: int, rows: int, h: Array, ids: Array, gates: Array, matrices: Mapping[str, Any]
+) -> Array:
+    """`_experts` without a bound on the tokens of an expert, in memory for `rows` pairs of token and expert at a time.
+
+    All pairs of all devices might be for the experts of one of them, and hardly ever are. The pairs for the experts that
+    are here are put in order and taken `rows` at a time, until none is left: one round where loads are about even, and as
+    many as it takes otherwise. Where a round ends decides in which order the outputs of a token's experts are added, in f32,
+    and nothing else. Nothing is kept for the backward pass, which computes each round again.
+    """
+    return _rounds_forward(experts, rows, h, ids, gates, matrices)[0]
+
+
+def _round(experts: int, rows: int, ids: Array) -> tuple[Callable[..., Array], Callable[[Array], Array]]:
+    """(part(first, h, gates, matrices) -> [N, D], the share of the pairs first …; whether there are pairs from a first on)."""
+    N, K = ids.shape
+    flat = jnp.where((ids < 0) | (ids >= experts), experts, ids).reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # those for experts elsewhere come last
+    here = jnp.sum(flat < experts)
+
+    def part(first: Array, h: Array, gates: Array, matrices: Mapping[str, Any]) -> Array:
+        at = first + jnp.arange(rows)
+        pair = jnp.where(at < here, order[jnp.minimum(at, N * K - 1)], N * K)  # out of bounds: no pair
+        token = pair // K
+        # In f32, in which the gradients of the pairs of a token then add up.
+        x = h.astype(jnp.promote_types(h.dtype, jnp.float32)).at[token].get(mode="fill", fill_value=0)
+        owner = flat.at[pair].get(mode="fill", fill_value=experts)
+        gate = gates.reshape(-1).at[pair].get(mode="fill", fill_value=0)
+        y = _experts(x.astype(h.dtype), owner[:, None], gate[:, None], matrices, experts, None)
+        return jnp.zeros((N, h.shape[1]), y.dtype).at[token].add(y, mode="drop")
+
+    return part, lambda first: first < here
+
+
+def _until_done(part: Callable[[Array], Any], more: Callable[[Array], Array], rows: int) -> Any:
+    """The sum of part(0), part(rows), … as long as there are more."""
+
+    def again(carry):
+        first, total = carry
+        return first + rows, jax.tree.map(jnp.add, total, part(first))
+
+    first = jnp.zeros((), jnp.int32)
+    return jax.lax.while_loop(lambda carry: more(carry[0]), again, (first + rows, part(first)))[1]
+
+
+def _rounds_forward(experts, rows, h, ids, gates, matrices):
+    part, more = _round(experts, rows, ids)
+    y = _until_done(lambda first: part(first, h, gates, matrices), more, rows)
+    return y, (h, ids, gates, matrices)
+
+
+def _rounds_backward(experts, rows, residuals, dy):
+    h, ids, gates, matrices = residuals
+    part, more = _round(experts, rows, ids)
+    wide = h.astype(jnp.promote_types(h.dtype, jnp.float32))
+
+    def pulled(first):
+        def narrow(wide, gates, matrices):
+            return part(first, wide.astype(h.dtype), gates, matrices)
+
+        return jax.vjp(narrow, wide, gates, matrices)[1](dy)
+
+    dh, d_gates, d_matrices = _until_done(pulled, more, rows)
+    return dh.astype(h.dtype), None, d_gates, d_matrices
+
+
+_in_rounds.defvjp(_rounds_forward, _rounds_backward)
+
+
 def _spread(
     config: ModelConfig, h_BTD: Array, ids_BTK: Array, gates_BTK: Array, matrices: Mapping[str, Any]
 ) -> tuple[Array, Array]:
@@ -376,9 +473,12 @@ def _spread(
             h, ids, gates = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in (h, ids, gates))
         first = jax.lax.axis_index("expert") * mine
         local = jnp.where((ids >= first) & (ids < first + mine), ids - first, mine)
-        y = _experts(
-            h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K), matrices, mine, None, whole
-        )
+        flat_h, flat_ids, flat_gates = h.reshape(-1, D), local.reshape(-1, K), gates.reshape(-1, K)
+        if exchanged:
+            enough = math.ceil(_ROOM * flat_ids.size / ranks)
+            y = _in_rounds(mine, enough, flat_h, flat_ids, flat_gates, matrices)
+        else:
+            y = _experts(flat_h, flat_ids, flat_gates, matrices, mine, None, whole)
         y = y.reshape(-1, T, D)
         if exchanged:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)

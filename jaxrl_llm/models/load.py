@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_llm.errors import InputError, did_you_mean
 from jaxrl_llm.models.config import TINY, TINY_MOE, ModelConfig
@@ -18,10 +19,12 @@ from jaxrl_llm.models.formats.directory import Loaded, load_directory, read_conf
 from jaxrl_llm.models.formats.fetch import fetch_hub, fetch_wheel
 from jaxrl_llm.models.formats.gguf_file import converted_gguf
 from jaxrl_llm.models.params import init_params
+from jaxrl_llm.parallel.host import place
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
-__all__ = ["Model", "PRESETS", "config_of", "load_model"]
+__all__ = ["Model", "PRESETS", "config_of", "load_model", "with_router_bias"]
 
 PRESETS = {"tiny": TINY, "tiny-moe": TINY_MOE}
 _PRESET_SEED = 0
@@ -45,10 +48,11 @@ class Model:
         return f"Model({self.source!r}, {millions:.1f}M parameters, {self.config.dtype}, digest {self.digest[:12]})"
 
 
-def _preset(name: str, dtype: str) -> Loaded:
+def _preset(name: str, dtype: str, shardings: Callable[[ModelConfig], Any]) -> Loaded:
     config = dataclasses.replace(PRESETS[name], dtype=dtype)
     digest = hashlib.sha256(f"{PRESETS[name]} seed={_PRESET_SEED}".encode()).hexdigest()
-    return Loaded(config, init_params(config, jax.random.key(_PRESET_SEED)), tiny_tokenizer(), digest)
+    params = place(init_params(config, jax.random.key(_PRESET_SEED)), shardings(config))
+    return Loaded(config, params, tiny_tokenizer(), digest)
 
 
 def _missing(source: str, path: Path) -> InputError:
@@ -91,7 +95,11 @@ def _path(source: str, cache_dir: str | os.PathLike | None) -> _Folder:
 
 
 def load_model(
-    source: str | os.PathLike, dtype: str = "float32", *, cache_dir: str | os.PathLike | None = None
+    source: str | os.PathLike,
+    dtype: str = "float32",
+    *,
+    cache_dir: str | os.PathLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Model:
     """Loads a model with its tokenizer.
 
@@ -101,18 +109,20 @@ def load_model(
         fetched without its dependencies; `hf://ORG/NAME[@REVISION]` (extra `[hub]`); or a preset: "tiny", "tiny-moe".
       dtype: compute dtype, written into `config.dtype`. Parameters are f32 master weights.
       cache_dir: default $JAXRL_CACHE_DIR, else the cache folder of the platform.
+      mesh: the parameters are spread over it as the learner's are (`parallel.rules.DEFAULT_RULES`), each straight from the
+        host, so that the model need not fit on one device; None: they go to the default device.
 
     A folder without tokenizer files gives `tokenizer=None`.
 
     Raises:
       InputError: not found, unsupported (named), damaged, a tensor missing or left over, a tokenizer that
-        does not fit the vocabulary.
+        does not fit the vocabulary; shapes that the mesh does not divide.
     """
     text = os.fspath(source)
     if dtype not in _DTYPES:
         raise InputError(f"load_model: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
     try:
-        loaded = _load(text, dtype, cache_dir)
+        loaded = _load(text, dtype, cache_dir, mesh)
     except OSError as error:
         raise InputError(f"model {text!r} cannot be read: {error}.") from error
     return Model(
@@ -138,11 +148,42 @@ def config_of(source: str, dtype: str) -> ModelConfig:
         raise InputError(f"model {source!r} cannot be read: {error}.") from error
 
 
-def _load(text: str, dtype: str, cache_dir: str | os.PathLike | None) -> Loaded:
+def with_router_bias(model: Model, present: bool = True) -> Model:
+    """The model with biases of its routers, which begin at 0, as `transforms.balance_experts_by_bias` needs them.
+
+    A model without experts, or one that has them, is given back as it is. `present=False` takes them away.
+    """
+    config = model.config
+    if not config.num_experts or config.router_bias == present:
+        return model
+    layers = {name: x for name, x in model.params["layers"].items() if name != "router_bias"}
+    if present:
+        bias, beside = (
+            jnp.zeros((config.num_layers, config.num_experts), jnp.float32),
+            layers["router"].sharding,
+        )
+        spread = isinstance(beside, jax.sharding.NamedSharding)  # a router lies whole on every device
+        layers["router_bias"] = place(bias, beside) if spread else bias
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(config, router_bias=present),
+        params={**model.params, "layers": layers},
+    )
+
+
+def _load(
+    text: str, dtype: str, cache_dir: str | os.PathLike | None, mesh: jax.sharding.Mesh | None
+) -> Loaded:
+    def shardings(config: ModelConfig) -> Any:
+        try:
+            return None if mesh is None else param_shardings(config, mesh)
+        except ValueError as error:
+            raise InputError(f"mesh: {error}") from None
+
     if text in PRESETS:
-        return _preset(text, dtype)
+        return _preset(text, dtype, shardings)
     folder, digests = _folder(text, cache_dir)
-    return load_directory(folder, dtype, digests)
+    return load_directory(folder, dtype, digests, shardings)
 
 
 def _folder(text: str, cache_dir: str | os.PathLike | None) -> _Folder:

@@ -48,6 +48,8 @@ def parameter_specs(config: ModelConfig) -> dict[str, Any]:
             "expert_up": ParamSpec((L, E, D, F), ("layers", "experts", "embed", "mlp"), "normal", D),
             "expert_down": ParamSpec((L, E, F, D), ("layers", "experts", "mlp", "embed"), "normal", F),
         }
+        if config.router_bias:  # no gradient reaches it
+            layer["router_bias"] = ParamSpec((L, E), ("layers", None), "zeros")
     else:
         layer |= {
             "gate": ParamSpec((L, D, F), ("layers", "embed", "mlp"), "normal", D),

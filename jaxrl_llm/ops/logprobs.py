@@ -566,6 +566,7 @@ def policy_output(
     gradient_sums: Any = None,
     teacher: TeacherHead | None = None,
     router_probs: bool = False,
+    router_choice: bool = False,
     layout: Layout | None = None,
 ) -> PolicyOutput:
     """One forward pass of the policy over a batch, on the gradient tape.
@@ -586,6 +587,7 @@ def policy_output(
       teacher: also give its divergence from the policy at each trained token, over the whole vocabulary; reads
         batch.hidden_teacher.
       router_probs: also give the probabilities and the choices of the routers, of a model with experts.
+      router_choice: also give their choices, which takes less memory.
       layout: see `models.decoder.forward`.
 
     Returns:
@@ -639,8 +641,10 @@ def policy_output(
     if routed is not None:
         routed = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), routed)
         if routed.probs is not None:
-            chosen = jax.nn.one_hot(routed.ids, config.num_experts, dtype=routed.probs.dtype)
-            probs, choice = _behind(routed.probs), _behind(jnp.mean(chosen, axis=-2))
+            probs = _behind(routed.probs)
+        if router_probs or router_choice:
+            chosen = jax.nn.one_hot(routed.ids, config.num_experts, dtype=routed.entropy.dtype)
+            choice = _behind(jnp.mean(chosen, axis=-2))
         routed = routed._replace(probs=None)
     return PolicyOutput(
         logprob=out.logprob,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.assembly import check_experts
+from jaxrl_llm.assembly import check_experts, for_objective
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
@@ -234,6 +234,7 @@ def make_plan(
             f"{model.max_positions}; use at most that."
         )
     check_experts(config, model)
+    model = for_objective(config, model)
     teacher = None
     if config.teacher.snapshot is not None:
         raise InputError("plan: a teacher of a snapshot is not planned; give its model as teacher.source.")

@@ -21,6 +21,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.critic import init_critic, make_critic_step, make_values
 from jaxrl_llm.learner.optimizer import make_optimizer
+from jaxrl_llm.learner.rows import head_chunk
 from jaxrl_llm.learner.score import make_score, make_score_teacher, teacher_needs, topk_size
 from jaxrl_llm.learner.state import init_state
 from jaxrl_llm.learner.update import make_update_step
@@ -215,7 +216,7 @@ def learner_programs(
     if "rewards" in needed:
         raise InputError("plan: an objective that reads the parts of rewards is not planned; leave them out.")
     critic = bool(needed & {"value", "bootstrap_value"})
-    learner, rows, chunk = config.learner, config.learner.micro_batch_rows, config.learner.head_chunk
+    learner, rows, chunk = config.learner, config.learner.micro_batch_rows, head_chunk(mesh)
     optimizer, critic_optimizer = (
         _optimizer(config, section) for section in (config.optimizer, config.critic)
     )

@@ -44,8 +44,9 @@ def planned(config: Config) -> tuple[Schedule, int]:
         groups=r.prompts,
         samples=r.group_size,
         max_age=s.max_age,
+        sync_every=s.sync_every,
         swap=s.swap,
-        ahead=bool(config.mesh.sampler and s.max_age),
+        ahead=bool(config.mesh.sampler and s.max_age >= s.sync_every),
     )
     return schedule, r.group_size + s.over_generation
 

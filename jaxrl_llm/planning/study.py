@@ -75,6 +75,8 @@ class Run:
 
 def plan_name(schedule: Schedule) -> str:
     """What a schedule is called."""
+    if schedule.sync_every > 1:
+        return f"sync_every {schedule.sync_every}, max_age {schedule.max_age}"
     if not schedule.max_age:
         return "synchronous"
     if schedule.max_age == 1 and schedule.swap == "drain":
@@ -83,21 +85,26 @@ def plan_name(schedule: Schedule) -> str:
 
 
 def compared(config: Config) -> list[Plan]:
-    """Synchronous, one step off and asynchronous: with the max_age of the config if it is 2 or more, else with 4."""
-    schedule, n = planned(config)
+    """Synchronous, one step off and asynchronous: with the max_age of the config if it is 2 or more, else with 4.
+
+    And with the sync_every of the config, if it is 2 or more.
+    """
+    own, n = planned(config)
+    schedule = dataclasses.replace(own, sync_every=1, ahead=False)
     most = schedule.max_age if schedule.max_age > 1 else 4
     swap = "keep" if schedule.swap == "drain" else schedule.swap
     schedules = [
         dataclasses.replace(schedule, max_age=0, swap="keep"),
         dataclasses.replace(schedule, max_age=1, swap="drain"),
         dataclasses.replace(schedule, max_age=most, swap=swap),
+        *([own] if own.sync_every > 1 else []),
     ]
     return [Plan(plan_name(schedule), schedule, n) for schedule in schedules]
 
 
 def scheduled(schedule: Schedule, chips: Chips) -> Schedule:
     """A schedule as a run has it on these chips: with a learner of its own the fleet samples ahead."""
-    return dataclasses.replace(schedule, ahead=chips.split and schedule.max_age > 0)
+    return dataclasses.replace(schedule, ahead=chips.split and schedule.max_age >= schedule.sync_every)
 
 
 def run_plan(plan: Plan, chips: Chips, source: Source, *, updates: int, seed: int, watch: int = 0) -> Run:

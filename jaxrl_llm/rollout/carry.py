@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from jaxrl_llm.types import Prompt, StopReason, Trajectory
 
 _MARKS = frozenset({"array", "float", "items", "tuple"})
 
-__all__ = ["completion_of", "from_data", "to_data", "trajectory_of_data"]
+__all__ = ["answer_to", "completion_of", "from_data", "to_data", "trajectory_of_data"]
 
 
 def to_data(value: Any) -> Any:
@@ -28,14 +29,17 @@ def to_data(value: Any) -> Any:
     Raises:
       TypeError: something in it is no JSON value, array or record; a prompt's payload, for example.
     """
+    kind: Any = type(value)
+    if kind is str or kind is int or kind is bool or value is None:  # most of what there is
+        return value
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         data = base64.b64encode(array.tobytes()).decode()
         return {"array": data, "dtype": array.dtype.str, "shape": list(value.shape)}
     if isinstance(value, np.generic):
         return value.item()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if names := _fields(kind):  # a record
+        return {name: to_data(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
             return {key: to_data(entry) for key, entry in value.items()}
@@ -49,6 +53,12 @@ def to_data(value: Any) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise TypeError(f"{type(value).__name__} is no JSON value.")
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[str, ...]:
+    """Names of the fields of a record; none of what is no record."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def from_data(data: Any) -> Any:
@@ -67,10 +77,19 @@ def from_data(data: Any) -> Any:
     return [from_data(value) for value in data] if isinstance(data, list) else data
 
 
-def completion_of(data: Any) -> Completion:
-    """The completion that `to_data` was given."""
+def answer_to(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    """`to_data` of a completion, without its prompt where it is this very one, which is written elsewhere."""
+    known = completion.prompt is prompt
+    names = (name for name in _fields(Completion) if not (known and name == "prompt"))
+    return {name: to_data(getattr(completion, name)) for name in names}
+
+
+def completion_of(data: Any, prompt: Prompt) -> Completion:
+    """The completion that `answer_to` was given, with the prompt."""
     fields = from_data(data)
-    return Completion(**fields | {"prompt": Prompt(**fields["prompt"]), "stop": StopReason(fields["stop"])})
+    if "prompt" in fields:
+        prompt = Prompt(**fields["prompt"])
+    return Completion(**fields | {"prompt": prompt, "stop": StopReason(fields["stop"])})
 
 
 def trajectory_of_data(data: Any) -> Trajectory:

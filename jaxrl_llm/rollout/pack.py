@@ -48,6 +48,11 @@ class _Family(NamedTuple):
     members: list[int]
     tokens: int  # places that the family takes in a row
 
+    def pairs(self, trajectories: Sequence[Trajectory]) -> float:
+        """Pairs of a token and one that it sees: the work of its attention."""
+        own = [len(trajectories[i].tokens) - self.prefix for i in self.members]
+        return self.prefix**2 / 2 + sum(n * (self.prefix + n / 2) for n in own)
+
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
@@ -196,7 +201,8 @@ def pack(
       pad_id: written where there is no token.
       row_tokens: None = one trajectory a row. Otherwise rows of so many tokens hold several trajectories, each
         a segment of its own, and the prompt that members of a group have in common is laid out once, before
-        them, as a shared prefix (see `TokenBatch.segments`). The gradient is the same; attention costs T² a row.
+        them, as a shared prefix (see `TokenBatch.segments`). The gradient is the same. Rows with the most pairs of tokens that
+        see each other come first, so that those of a micro-batch, which devices share, are alike.
       start_multiple: in rows of several trajectories, each begins at a multiple of so many columns, and so many tokens
         are shared: the tokens between are of the trajectory before, and nothing is computed from them. With 2, bfloat16
         products over a row add up the tokens of a sequence in the pairs in which the sampler did.
@@ -245,6 +251,8 @@ def pack(
         fits = first_fit([family.tokens for family in families], width)
         # A sequence with a prompt of its own comes before the families of its row: it must not see their prefix.
         rows = [sorted((families[i] for i in row), key=lambda family: family.prefix > 0) for row in fits]
+        # Devices wait for each other in every micro-batch, so that rows side by side should be as much work.
+        rows.sort(key=lambda row: -sum(family.pairs(trajectories) for family in row))
     T, B = _up(width, pad_to_multiple), _up(len(rows), rows_multiple)
 
     def full(value: float, dtype: type) -> np.ndarray:

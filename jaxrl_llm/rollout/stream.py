@@ -14,6 +14,12 @@ token. No group is trained on beyond `max_age`. With late="wait" none is ever dr
 earliest deadline first, at most (1 + max_age) x groups are outstanding, and a batch waits where more groups than the
 next k train steps can consume would be due by then (`in_time`).
 
+With `sync_every` of more than 1 an iteration is that many train steps, and each of them a minibatch: weights are
+delivered at its beginning only, and with them so many prompts as can be consumed in time; a minibatch is trained on as
+soon as it is complete, while the rest of the iteration is sampled. With max_age = sync_every - 1 all of it is consumed
+before the next weights, so that no sample is of other weights than those that the iteration began with. A barrier (see
+`Stream.restore`) is a delivery, too: the weights of the last one are in no snapshot. An iteration begins with it.
+
 With `ahead`, for a sampler on devices of its own, the batch of a train step is sampled under the weights that the step
 before it starts from, while that step learns (`advance`); it is taken when its turn comes. The sampler goes on exactly until the
 batch is complete, so that the number of its ticks is no matter of speed.
@@ -29,12 +35,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.carry import completion_of, from_data, to_data, trajectory_of_data
+from jaxrl_llm.rollout.carry import answer_to, completion_of, from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.filters import is_informative
 from jaxrl_llm.rollout.ledger import TRAINED, Ledger
 from jaxrl_llm.sampler.base import Completion, SamplingParams
-from jaxrl_llm.sampler.engine import Carried, Engine
+from jaxrl_llm.sampler.engine import Engine
 from jaxrl_llm.sampler.replicas import Replicas
+from jaxrl_llm.sampler.requests import Carried
 from jaxrl_llm.types import Prompt, Trajectory
 
 __all__ = ["Schedule", "Stream", "StreamState", "batch_of", "in_time"]
@@ -50,9 +57,8 @@ class Schedule:
     groups: int  # of a train step
     samples: int  # of a group that are trained on
     max_age: int = 0  # versions
-    in_flight: int | None = (
-        None  # groups that are sampled or wait; None: (1 + max_age) * groups, ahead max_age * groups
-    )
+    sync_every: int = 1  # train steps between two deliveries of weights to the sampler
+    in_flight: int | None = None  # groups that are sampled or wait, at most; None: see `room`
     ticks: int = 0  # least dispatches of a train step, so that sampling goes on while the batch is full
     late: Late = "wait"
     # What becomes of rows under way when the weights change: "keep" their keys and values, "recompute" them, or "drain":
@@ -62,29 +68,44 @@ class Schedule:
     ahead: bool = False  # the batch of a train step is sampled while the one before it learns
 
     def __post_init__(self):
-        for name, least in (("groups", 1), ("samples", 1), ("max_age", 0), ("ticks", 0), ("max_drops", 0)):
+        for name, least in (
+            ("groups", 1),
+            ("samples", 1),
+            ("max_age", 0),
+            ("sync_every", 1),
+            ("ticks", 0),
+            ("max_drops", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"Schedule: {name} must be at least {least}, got {getattr(self, name)}.")
-        if self.ahead and not self.max_age:
+        oldest = self.sync_every - 1 + self.ahead  # that samples of a run get at least
+        if self.max_age < oldest:
             raise ValueError(
-                "Schedule: ahead needs max_age of at least 1, since what it samples is a version old."
+                f"Schedule: sync_every={self.sync_every}{' and ahead' * self.ahead} needs max_age of at least {oldest}, since "
+                f"samples get as old, got {self.max_age}."
             )
-        most = self._most
+        most = self._most(0)
         if self.in_flight is not None and not self.groups <= self.in_flight <= most:
             raise ValueError(
                 f"Schedule: in_flight must be in [{self.groups}, {most}], the groups of a train step and "
                 f"{'max_age' if self.ahead else '(1 + max_age)'} times them, got {self.in_flight}."
             )
 
-    @property
-    def _most(self) -> int:
-        """Groups that can be consumed in time, of those that are sampled from one version."""
-        return (self.max_age if self.ahead else 1 + self.max_age) * self.groups
+    def _most(self, lag: int) -> int:
+        return (self.max_age + (not self.ahead) - lag) * self.groups
+
+    def room(self, lag: int) -> int:
+        """Most groups that are outstanding (submitted, and neither trained on nor dropped) when one more is submitted.
+
+        All of them can then be consumed in time, though they are sampled from weights that are `lag` versions behind the
+        learner's: in the 1 + max_age - lag train steps from now on, and with `ahead` in the max_age - lag next ones.
+        """
+        return self._most(lag) if self.in_flight is None else min(self.in_flight, self._most(lag))
 
     @property
     def outstanding(self) -> int:
-        """Most groups that have been submitted and are neither trained on nor dropped."""
-        return self.in_flight or self._most
+        """Most groups that are ever outstanding."""
+        return self.room(0)
 
 
 def in_time(oldest: Iterable[int], version: int, schedule: Schedule) -> bool:
@@ -197,7 +218,10 @@ class Stream:
         self._open: dict[int, _Group] = {}  # by number, ascending
         self._ready: list[_Ready] = []
         self._submitted = 0
-        self._served: int | None = None  # version of the weights in the engine
+        self._served: int | None = (
+            None  # version of the weights that were delivered last; None: before the first ones
+        )
+        self._advanced: int | None = None  # the train step that `advance` was last asked for
         self._recompute = False  # the next swap follows a barrier
         self._drops = 0  # uninformative groups in this train step
         self._replaced: list[list[Trajectory]] = []  # those that were dropped since a batch was taken
@@ -222,32 +246,52 @@ class Stream:
           and lengths are taken of: these, all with their masks, and after them the groups that were replaced because
           they said nothing. A mean over what was kept would be drawn towards one half.
         """
-        if not (self.schedule.ahead and self._complete(version)):
-            self.serve(params, version)
+        if self.schedule.ahead:
+            if not self._complete(version):
+                self.sync(params, version)
+                self.advance(version, on_progress)
+        elif self.is_due(version) or self._advanced != version:
+            self.sync(params, version)
             self.advance(version, on_progress)
         return self._take(version)
 
+    def is_due(self, version: int) -> bool:
+        """Whether the sampler gets the weights of `version`, if it has not got them."""
+        return self._served is None or version - self._served >= self.schedule.sync_every
+
+    def sync(self, params: Any, version: int) -> None:
+        """`serve`, when it is time for it; and where the engine was given up since these weights were delivered."""
+        if self.is_due(version) or version == self._served:
+            self.serve(params, version)
+
     def serve(self, params: Any, version: int) -> None:
         """Samples from these weights from now on; `version`: train steps done by them."""
+        new = self._engine is None
         if self._engine is None:
             self._engine = self._make_engine()
-        if self._served != version or self._recompute:
+        if new or self._served != version or self._recompute:
             recompute = self._recompute or self.schedule.swap == "recompute"
-            self._engine.swap(params, version=version, pages="recompute" if recompute else "keep")
+            self._engine.swap(
+                params,
+                version=version,
+                pages="recompute" if recompute else "keep",
+                own=self.schedule.sync_every > 1,  # the learner consumes its own before the next delivery
+            )
         self._served, self._recompute = version, False
 
     def advance(self, version: int, on_progress: Callable[[int], None] | None = None) -> None:
         """Samples, from the weights that are served, until the train step from `version` can have its batch.
 
-        The weights are of `version`, or, with `Schedule.ahead`, of the one before it.
+        The weights are of one of the `sync_every` versions up to `version`, or, with `Schedule.ahead`, up to the one
+        before it.
         """
-        schedule, begun, engine = self.schedule, self.ticks, self._engine
-        if engine is None:
+        schedule, begun = self.schedule, self.ticks
+        if self._served is None:
             raise RuntimeError("stream: nothing is sampled before weights are served.")
-        self._drops = 0
+        self._drops, self._advanced = 0, version
         self._submit()
         while True:
-            if self.ticks - begun >= schedule.ticks or not engine.busy:
+            if self.ticks - begun >= schedule.ticks or not self._busy:
                 self._drop_late(version)
                 if self._complete(version):
                     break
@@ -257,14 +301,22 @@ class Stream:
                     len(g.done) for g in self._open.values()
                 )
                 on_progress(min(done, schedule.groups * schedule.samples))
-        while schedule.swap == "drain" and engine.busy:
+        while schedule.swap == "drain" and self._busy:
             self._tick()
 
+    @property
+    def _busy(self) -> bool:
+        return self._engine is not None and self._engine.busy
+
     def _submit(self) -> None:
-        if self._engine is None:
+        if self._served is None or self._advanced is None:
             raise RuntimeError("stream: prompts are submitted to an engine with weights.")
-        missing = self.schedule.outstanding - len(self._open) - len(self._ready)
+        # With `ahead` the batch of the step after the one that learns is waited for.
+        lag = max(0, self._advanced - self.schedule.ahead - self._served)
+        missing = self.schedule.room(lag) - len(self._open) - len(self._ready)
         for prompt in self._source.next_batch(missing) if missing > 0 else []:
+            if self._engine is None:
+                raise RuntimeError("stream: prompts are submitted to an engine with weights.")
             check_carried(prompt)
             ids = self._engine.submit(prompt, self.sampling)
             members = {id: index for index, id in enumerate(ids)}
@@ -273,7 +325,7 @@ class Stream:
 
     def _tick(self) -> None:
         """One dispatch, and what follows from it."""
-        if self._engine is None or not self._engine.busy:
+        if self._engine is None or not self._busy:
             raise RuntimeError("stream: there is nothing to wait for, and the batch is not complete.")
         ended: dict[int, Completion] = {}
         for event in self._engine.step():
@@ -381,10 +433,15 @@ class Stream:
             "rollout/barrier": float(self._restored),
         }
         self._taken_at, self._restored = self.ticks, False
-        if self._engine is not None and not self._open:
-            # Nothing is under way: the memory of its pages and weights is the learner's until the next batch.
+        if (
+            self._engine is not None
+            and not self._open
+            and (schedule.in_flight is None or schedule.sync_every == 1)
+        ):
+            # Nothing is under way, and nothing is submitted before the next weights: the memory of its pages and weights
+            # is the learner's until then.
             self._engine.release()
-            self._engine, self._served = None, None
+            self._engine = None
         return trajectories, figures
 
     # ------------------------------------------------------------------------------------- barriers
@@ -409,14 +466,14 @@ class Stream:
     def restore(self, state: StreamState) -> None:
         """Goes on from a state: a barrier, since the rows under way are computed again under the next weights.
 
-        The run that saved the state does the same, so that it and one that resumes from it stay equal.
+        These are those of the next train step, whenever the last ones were delivered. The run that saved the state does the same, so that it and one that resumes from it stay equal.
         """
         self._submitted, self.ticks, self._taken_at = state.submitted, state.ticks, state.taken_at
-        self._restored = bool(state.open or state.ready)
+        self._restored = bool(state.open or state.ready) or self.schedule.sync_every > 1
         self._ready, self._replaced = list(state.ready), list(state.replaced)
         self.ledger.restore(state.ledger)
         self._open = {number: _Group(number, prompt, {}, list(done)) for number, prompt, done in state.open}
-        self._engine, self._served, self._recompute = None, None, True
+        self._engine, self._served, self._advanced, self._recompute = None, None, None, True
         if state.rows:
             self._engine = self._make_engine()
         for number, index, carried in state.rows:
@@ -441,14 +498,18 @@ class StreamState:
     )  # uninformative groups of the next batch
 
     def as_data(self) -> dict[str, Any]:
-        """JSON values."""
+        """JSON values; the prompt of a group is in them once."""
+        prompts = {number: prompt for number, prompt, _ in self.open}
         return {
             "submitted": self.submitted,
             "ticks": self.ticks,
             "taken_at": self.taken_at,
-            "open": [[number, to_data(prompt), to_data(done)] for number, prompt, done in self.open],
+            "open": [
+                [number, to_data(prompt), [answer_to(prompt, c) for c in done]]
+                for number, prompt, done in self.open
+            ],
             "rows": [
-                [number, index, to_data(row.so_far), row.begun, row.priority]
+                [number, index, answer_to(prompts[number], row.so_far), row.begun, row.priority]
                 for number, index, row in self.rows
             ],
             "ready": [[g.number, g.oldest, to_data(g.trajectories), g.trained] for g in self.ready],
@@ -459,16 +520,17 @@ class StreamState:
     @classmethod
     def of(cls, data: Any) -> StreamState:
         """The state of which `as_data` gave these values."""
+        prompts = {number: Prompt(**from_data(prompt)) for number, prompt, _ in data["open"]}
         return cls(
             submitted=data["submitted"],
             ticks=data["ticks"],
             taken_at=data.get("taken_at", data["ticks"]),
             open=[
-                (number, Prompt(**from_data(prompt)), [completion_of(c) for c in done])
-                for number, prompt, done in data["open"]
+                (number, prompts[number], [completion_of(c, prompts[number]) for c in done])
+                for number, _, done in data["open"]
             ],
             rows=[
-                (number, index, Carried(completion_of(row), begun, priority))
+                (number, index, Carried(completion_of(row, prompts[number]), begun, priority))
                 for number, index, row, begun, priority in data["rows"]
             ],
             ready=[

@@ -6,7 +6,8 @@ Read `base` first (what goes in and out), then `decode` (the programs), `schedul
 
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, TokenSampler
 from jaxrl_llm.sampler.decode import prepare_for_sampling
-from jaxrl_llm.sampler.engine import Engine, Event
+from jaxrl_llm.sampler.engine import Engine
+from jaxrl_llm.sampler.requests import Event
 from jaxrl_llm.sampler.sampler import Sampler
 
 __all__ = [

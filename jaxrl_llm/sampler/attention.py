@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.ops.quantize import Precision
+from jaxrl_llm.parallel.host import everywhere
 from jaxrl_llm.parallel.rules import DEFAULT_RULES
 from jaxrl_llm.sampler.paged_cache import (
     NOBODY,
@@ -39,8 +41,10 @@ from jaxrl_llm.sampler.paged_cache import (
 __all__ = [
     "AttentionPath",
     "PageAttention",
+    "attention_of",
     "attention_path",
     "decode_step",
+    "home_of",
     "init_pages",
     "page_sharding",
     "prefill_step",
@@ -233,3 +237,28 @@ def _ragged(q: Array, cache: RaggedCache, layer: Array, table: Array, lengths: A
         num_queries_per_block=min(B * T, _BLOCK_QUERIES),
     )
     return out.reshape(B, T, C // 2, G, Z)[:, :, :N, :, :K].reshape(B, T, H, K)
+
+
+def home_of(
+    config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None
+) -> jax.sharding.Sharding | None:
+    """Where the pages live: on the mesh, that of the weights if none is given, else on the one device of the weights."""
+    if mesh is not None:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    spread = everywhere(weights)
+    if spread is not None and isinstance(spread.mesh, jax.sharding.Mesh):
+        return page_sharding(config, spread.mesh)
+    shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
+    # Committed there from the start, as the pages that a program returns are: it is compiled once.
+    return shardings.pop() if len(shardings) == 1 else None
+
+
+def attention_of(
+    config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None, kv: Precision
+) -> AttentionPath:
+    """What attends to the pages of a sampler whose weights are these, and why."""
+    devices = set() if mesh is None else set(mesh.devices.flat)
+    if mesh is None:
+        devices.update(*(x.devices() for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)))
+    platform = next((device.platform for device in devices), jax.default_backend())
+    return attention_path(config, platform, max(1, len(devices)), kv=kv)

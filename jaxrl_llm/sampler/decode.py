@@ -52,6 +52,7 @@ __all__ = [
     "launch",
     "load_pages",
     "next_logits",
+    "owned",
     "prefill",
     "prepare_for_sampling",
     "store_pages",
@@ -161,6 +162,12 @@ def prepare_for_sampling(params: Any, config: ModelConfig, weights: Precision = 
     if head is None or head.dtype != jnp.dtype(config.logits_dtype):
         head = _head({name: params[name] for name in ("embed", "head") if name in params}, config)
     return SamplingWeights(embed=params["embed"], layers=layers, final_norm=params["final_norm"], head=head)
+
+
+def owned(weights: SamplingWeights, params: Any) -> SamplingWeights:
+    """`prepare_for_sampling`'s result with copies of what it shares with the source tree, which may then be consumed."""
+    source = {id(x) for x in jax.tree.leaves(params)}
+    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in source else x, weights)
 
 
 _init_pages = jax.jit(init_pages, static_argnums=(0, 1, 2, 3, 4))

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -22,78 +22,41 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.experts import on_mesh
-from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.models.experts import dropless, on_mesh
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.parallel.host import everywhere, place, read
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import AttentionPath, attention_path, page_sharding
+from jaxrl_llm.sampler.attention import attention_of, home_of
 from jaxrl_llm.sampler.base import (
     Completion,
-    PromptScores,
     SamplerStats,
     SamplingParams,
     as_prompts,
-    is_integer,
 )
+from jaxrl_llm.sampler.checks import check_options, check_params
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, PagedCache, Tiles, pages_for
-from jaxrl_llm.sampler.rules import Rule, RuleTable
-from jaxrl_llm.sampler.sampling import RowSampling, row_key
-from jaxrl_llm.sampler.scheduler import Plan, Prefix, Row, Scheduler
+from jaxrl_llm.sampler.requests import (
+    Carried,
+    Event,
+    Request,
+    as_it_was,
+    completion_of,
+    prompt_scores_of,
+    row_sampling,
+    take,
+)
+from jaxrl_llm.sampler.rules import RuleTable
+from jaxrl_llm.sampler.sampling import row_key
+from jaxrl_llm.sampler.scheduler import Plan, Row, Scheduler
 from jaxrl_llm.sampler.sharing import plan_tiles, same_bits, unused_tiles
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 
-__all__ = ["Carried", "Engine", "Event", "Pages", "Staged"]
+__all__ = ["Engine", "Pages", "Staged"]
 
 Pages = Literal["keep", "recompute"]
 
-# Lists of a request with an entry for each token, or none.
-_BY_TOKEN = (
-    "logprobs",
-    "raw_logprobs",
-    "top_ids",
-    "top_logprobs",
-    "support_ids",
-    "support_cut",
-    "versions",
-    "kv_versions",
-)
 _TOP_SIZES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-
-
-class Event(NamedTuple):
-    """What one step did for one request."""
-
-    id: int
-    tokens: list[int]  # new ones
-    logprobs: list[float]  # of them
-    top_ids: list[np.ndarray] | None  # i32[K] each, when asked for
-    top_logprobs: list[np.ndarray] | None  # f32[K] each
-    prompt_scores: PromptScores | None  # in the first event of a request that asked for them
-    completion: Completion | None  # of the whole request, when it has ended
-
-
-class Carried:
-    """A request that has not ended, as another engine can go on with it."""
-
-    __slots__ = ("_so_far", "begun", "priority")
-
-    def __init__(self, so_far: Completion | Callable[[], Completion], begun: bool, priority: int):
-        """
-        Args:
-          so_far: the completion as far as it is; or a function that makes it, called when it is first asked for.
-          begun: it has been in a slot, so that it comes before those that have not.
-          priority: as it was submitted.
-        """
-        self._so_far, self.begun, self.priority = so_far, begun, priority
-
-    @property
-    def so_far(self) -> Completion:
-        """What has been sampled; its `stop` says nothing."""
-        if not isinstance(self._so_far, Completion):
-            self._so_far = self._so_far()
-        return self._so_far
 
 
 class Staged(NamedTuple):
@@ -105,36 +68,6 @@ class Staged(NamedTuple):
     prefill_weights: decode.SamplingWeights | None  # on `prefill_on`
     state: decode.DecodeState | None  # of an engine that has served none before
     prefill_cache: Any  # likewise
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """What an engine knows of a row besides what the scheduler needs."""
-
-    prompt: Prompt
-    index: int
-    sampling: SamplingParams
-    arrived: float
-    rule: Rule | None = None  # while in a slot
-    text: bytearray = dataclasses.field(default_factory=bytearray)  # of the sampled tokens, for stop strings
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
-    top_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
-    top_logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
-    support_ids: list[np.ndarray] = dataclasses.field(default_factory=list)
-    support_cut: list[bool] = dataclasses.field(default_factory=list)
-    routing: list[np.ndarray] = dataclasses.field(default_factory=list)  # i16[layers, K] of each token fed
-    versions: list[int] = dataclasses.field(default_factory=list)
-    kv_versions: list[int] = dataclasses.field(default_factory=list)
-    prompt_scores: PromptScores | None = None  # from its first start on, if asked for
-    kv_version: int = 0  # oldest weights that computed K/V in its pages
-    started: float | None = None  # seconds on the engine's clock
-    first: float | None = None
-    ended: float = 0.0
-
-    @property
-    def greedy(self) -> bool:
-        return self.index >= self.sampling.n or self.sampling.greedy
 
 
 class Engine:
@@ -223,7 +156,7 @@ class Engine:
                 )
             ]
         )
-        self.config = on_mesh(config, mesh)
+        self.config = on_mesh(dropless(config), mesh)
         self.stats = SamplerStats(slots=slots, pages=pages)
         self.max_context = max_context or config.max_positions
         self.version = 0
@@ -277,6 +210,7 @@ class Engine:
         version: int = 0,
         pages: Pages = "keep",
         expect: str | None = None,
+        own: bool = False,
     ) -> str:
         """Serves other weights from the next dispatch on; the first call loads them.
 
@@ -287,6 +221,7 @@ class Engine:
             of later tokens says how old they are. "recompute": they are computed again under the new weights.
             Nothing that the old weights computed is used for a row that begins later.
           expect: fingerprint that the tree must have; it is refused otherwise, and the old weights stay.
+          own: copy what would be shared with the tree, so that it may be consumed while they are served.
 
         Returns:
           The fingerprint of the source tree (`snapshots.digest.fingerprint`); "" of prepared weights without `expect`.
@@ -295,6 +230,8 @@ class Engine:
           InputError: another model's tree, or another fingerprint than `expect`; the old weights stay.
         """
         weights, print_ = self.accept(params, version=version, pages=pages, expect=expect)
+        if own and self._device is None:  # on another device they are copies
+            weights = decode.owned(weights, params)
         self.commit(self.stage(weights, version=version, fingerprint=print_), pages=pages)
         return print_
 
@@ -339,7 +276,7 @@ class Engine:
                 kv=self._precision[1],
                 path=attention_of(self.config, here, self._mesh, self._precision[1]).name,
             )
-            home = _home(self.config, here, self._mesh)
+            home = home_of(self.config, here, self._mesh)
             if home is not None:
                 state = dataclasses.replace(state, cache=place(state.cache, home))
             if self._prefill_on is not None:
@@ -402,7 +339,7 @@ class Engine:
                 limit=min(len(tokens) + sampling.max_tokens, self.max_context),
                 key=row_key(sampling.seed, prompt.uid, index),
                 priority=priority,
-                request=_Request(prompt, index, sampling, now),
+                request=Request(prompt, index, sampling, now),
             )
             self._scheduler.submit(row)
             self._rows[row.id] = row
@@ -420,33 +357,14 @@ class Engine:
         for row in sorted(self._rows.values(), key=lambda row: row.rank):
             request = row.request
             known = (len(row.tokens), len(request.routing), request.prompt_scores)
-            so_far = functools.partial(self._as_it_was, row, *known, request.started, request.first, now)
+            so_far = functools.partial(self._so_far, row, *known, request.started, request.first, now)
             carried.append((row.id, Carried(so_far, row.order >= 0, row.priority)))
         return carried
 
-    def _as_it_was(
-        self,
-        row: Row,
-        tokens: int,
-        routing: int,
-        scores: PromptScores | None,
-        started: float | None,
-        first: float | None,
-        ended: float,
-    ) -> Completion:
-        """The completion of a row when it had so many tokens, and routes of so many: its lists only ever grow."""
-        lists = {name: getattr(row.request, name)[:tokens] for name in _BY_TOKEN}
-        then = dataclasses.replace(
-            row.request,
-            routing=row.request.routing[:routing],
-            prompt_scores=scores,
-            started=started,
-            first=first,
-            ended=ended,
-            **lists,
+    def _so_far(self, row: Row, *then: Any) -> Completion:
+        return completion_of(
+            as_it_was(row, *then), StopReason.CANCELLED, self.config, self._rules, None, self._clock()
         )
-        row = dataclasses.replace(row, tokens=row.tokens[:tokens], request=then)
-        return self._completion(row, StopReason.CANCELLED, decoded=False)
 
     def begun_at(self) -> dict[int, int]:
         """The version of the oldest token of every request that has one and has not ended, by id."""
@@ -468,19 +386,7 @@ class Engine:
         row = self._rows[id]
         self._scheduler.adopt(row, done.tokens.tolist(), begun=carried.begun)
         request = row.request
-        request.logprobs += done.logprobs.tolist()
-        request.versions += done.versions.tolist()
-        request.kv_versions += done.kv_versions.tolist()
-        for mine, theirs in (
-            (request.raw_logprobs, done.raw_logprobs),
-            (request.top_ids, done.top_ids),
-            (request.top_logprobs, done.top_logprobs),
-            (request.support_ids, done.support_ids),
-            (request.support_cut, done.support_cut),
-            (request.routing, done.routing_ids),
-        ):
-            if theirs is not None:
-                mine += theirs.tolist() if theirs.ndim == 1 else list(theirs)
+        request.adopt(done)
         if sampling.stop and row.tokens:
             rule = self._rules.take(sampling)
             for token in row.tokens:
@@ -652,7 +558,9 @@ class Engine:
         events = []
         for row in sorted(running, key=lambda row: row.id):
             before = len(row.tokens)
-            reason = self._take(row, result)
+            if row.request.first is None:
+                row.request.first = self._clock()
+            reason = take(row, result, self.version, self.config.vocab_size)
             if reason is not None:
                 if self._reuse_generated and reason is not StopReason.ERROR and self._current(row):
                     sequence = np.concatenate([row.prompt_tokens, np.array(row.tokens[:-1], np.int32)])
@@ -780,7 +688,7 @@ class Engine:
                 request.kv_version = self.version
             row.saved = None
             if request.sampling.prompt_logprobs and request.prompt_scores is None:
-                request.prompt_scores = _prompt_scores(row.prefix)
+                request.prompt_scores = prompt_scores_of(row.prefix)
             if self._routing is not None and len(request.routing) < row.position:
                 request.routing += list(self._read_routing(row, len(request.routing)))
             copy = self._scheduler.start(row)
@@ -802,7 +710,7 @@ class Engine:
                 limit=row.limit,
                 floor=len(row.prompt_tokens) + request.sampling.min_tokens,
                 key=row.key,
-                sampling=_row_sampling(request, self.config.vocab_size),
+                sampling=row_sampling(request, self.config.vocab_size),
                 rule=request.rule.index,
             )
         return len(ready)
@@ -911,45 +819,6 @@ class Engine:
         request = row.request
         return request.kv_version == self.version and all(v == self.version for v in request.versions)
 
-    def _take(self, row: Row, result: decode.ResultTokens) -> StopReason | None:
-        """Appends the tokens of a dispatch to a row; says why it ended, if it did."""
-        request, slot = row.request, row.slot
-        sampling, rule = request.sampling, request.rule
-        K, width = sampling.top_logprobs, sampling.support_width(self.config.vocab_size)
-        tokens, logprobs = result.tokens[:, slot].tolist(), result.logprobs[:, slot].tolist()
-        valid = result.valid[:, slot]
-        if request.first is None:
-            request.first = self._clock()
-        for t in range(result.steps):
-            if not valid[t]:
-                raise RuntimeError("sampler: a row ended on the device for no reason that the host knows.")
-            token, logprob = tokens[t], logprobs[t]
-            if result.routing_ids is not None:
-                request.routing.append(result.routing_ids[t, slot])
-            if not np.isfinite(logprob):
-                return StopReason.ERROR
-            row.tokens.append(token)
-            request.logprobs.append(logprob)
-            request.versions.append(self.version)
-            request.kv_versions.append(min(request.kv_version, self.version))
-            if sampling.raw_logprobs:
-                request.raw_logprobs.append(float(result.raw_logprobs[t, slot]))
-            if K:
-                request.top_ids.append(result.top_ids[t, slot, :K])
-                request.top_logprobs.append(result.top_logprobs[t, slot, :K])
-            if width:
-                request.support_ids.append(result.support_ids[t, slot, :width])
-                request.support_cut.append(bool(result.support_cut[t, slot]))
-            found = rule.strings is not None and rule.strings.push(request.text, token)
-            if len(row.tokens) > sampling.min_tokens:
-                if token in rule.stop_ids:
-                    return StopReason.EOS
-                if found:
-                    return StopReason.STOP_STRING
-            if len(row.prompt_tokens) + len(row.tokens) >= row.limit:
-                return StopReason.LENGTH
-        return None
-
     def _event(self, row: Row, before: int, reason: StopReason | None) -> Event:
         request = row.request
         listed = bool(request.sampling.top_logprobs)
@@ -973,150 +842,9 @@ class Engine:
         stats.completions += 1
         stats.tokens += len(row.tokens)
         stats.prompt_tokens += len(row.prompt_tokens)
-        completion = self._completion(row, stop)
+        completion = completion_of(row, stop, self.config, self._rules, self._tokenizer, self._clock())
         self._let_go(row)
         return completion
-
-    def _all_routing(self, request: _Request) -> np.ndarray | None:
-        if self._routing is None:
-            return None
-        return np.array(request.routing, np.int16).reshape(-1, *self._routing.shape[2:])
-
-    def _completion(self, row: Row, stop: StopReason, *, decoded: bool = True) -> Completion:
-        request = row.request
-        sampling, N = request.sampling, len(row.tokens)
-        text = None
-        if self._tokenizer is not None and decoded:
-            text = self._tokenizer.decode(row.tokens)
-            if (
-                stop is StopReason.STOP_STRING
-                and request.rule is not None
-                and request.rule.strings is not None
-            ):
-                text = request.rule.strings.cut(text, self._tokenizer.decode(row.tokens[:-1]))
-        K, width = sampling.top_logprobs, sampling.support_width(self.config.vocab_size)
-        ended = request.ended or self._clock()
-        started = ended if request.started is None else request.started
-        first = ended if request.first is None else request.first
-        support = np.array(request.support_ids, np.int32).reshape(N, width) if width else None
-        if sampling.record_support and not width and not request.greedy:
-            support = self._rules.left_out(sampling, N)
-        scores = request.prompt_scores
-        return Completion(
-            prompt=request.prompt,
-            index=request.index,
-            tokens=np.array(row.tokens, np.int32),
-            logprobs=np.array(request.logprobs, np.float32),
-            stop=stop,
-            versions=np.array(request.versions, np.int32),
-            kv_versions=np.array(request.kv_versions, np.int32),
-            raw_logprobs=np.array(request.raw_logprobs, np.float32) if sampling.raw_logprobs else None,
-            top_ids=np.array(request.top_ids, np.int32).reshape(N, K) if K else None,
-            top_logprobs=np.array(request.top_logprobs, np.float32).reshape(N, K) if K else None,
-            support_ids=support,
-            support_cut=np.array(request.support_cut, bool) if width else None,
-            routing_ids=self._all_routing(request),
-            prompt_logprobs=None if scores is None else scores.logprobs,
-            prompt_ranks=None if scores is None else scores.ranks,
-            prompt_top_ids=None if scores is None else scores.top_ids,
-            prompt_top_logprobs=None if scores is None else scores.top_logprobs,
-            text=text,
-            timings={
-                "queued": started - request.arrived,
-                "first_token": first - request.arrived,
-                "sampled": ended - started,
-            },
-        )
-
-
-def _prompt_scores(prefix: Prefix) -> PromptScores:
-    """The scores of a prompt whose prefix is complete."""
-    P, K = len(prefix.tokens) + 1, prefix.top
-    logprobs, ranks = np.zeros(P, np.float32), np.zeros(P, np.int32)
-    top_ids, top_logprobs = np.zeros((P, K), np.int32), np.zeros((P, K), np.float32)
-    done = 1  # nothing comes before the first token
-    for chunk in prefix.scores:
-        after = done + len(chunk.logprobs)
-        logprobs[done:after], ranks[done:after] = chunk.logprobs, chunk.ranks
-        top_ids[done:after], top_logprobs[done:after] = chunk.top_ids[:, :K], chunk.top_logprobs[:, :K]
-        done = after
-    if done != P:
-        raise RuntimeError(f"sampler: {done} of the {P} tokens of a prompt have been scored.")
-    return PromptScores(logprobs, ranks, top_ids if K else None, top_logprobs if K else None)
-
-
-def _row_sampling(request: _Request, vocab_size: int) -> RowSampling:
-    if request.greedy:
-        return RowSampling.uniform(1, temperature=0.0)
-    sampling = request.sampling
-    return RowSampling.uniform(
-        1,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        limit=sampling.support_width(vocab_size),
-    )
-
-
-def check_options(
-    config: ModelConfig,
-    *,
-    slots: int,
-    pages: int | None,
-    page_size: int,
-    max_context: int | None,
-    steps_per_dispatch: int,
-    prefill_rows: int,
-    prefill_chunk: int,
-    prefill_calls: int | None = None,
-    preemption: str,
-    weights: str,
-    kv: str,
-) -> None:
-    """Raises InputError for arguments of an engine that cannot be."""
-    if preemption not in ("move", "recompute"):
-        raise InputError(f'sampler: preemption must be "move" or "recompute", got {preemption!r}.')
-    for name, choice in (("weights", weights), ("kv", kv)):
-        if choice not in get_args(Precision):
-            allowed = ", ".join(get_args(Precision))
-            raise InputError(f"sampler: {name} must be one of {allowed}, got {choice!r}.")
-    for name, value, least in (
-        ("slots", slots, 2),
-        ("page_size", page_size, 1),
-        ("steps_per_dispatch", steps_per_dispatch, 1),
-        ("prefill_rows", prefill_rows, 1),
-        ("prefill_chunk", prefill_chunk, 1),
-        ("prefill_calls", 1 if prefill_calls is None else prefill_calls, 1),
-        ("pages", 2 if pages is None else pages, 2),
-    ):
-        if not is_integer(value) or not least <= value < 2**31:
-            raise InputError(f"sampler: {name} must be at least {least} (an integer), got {value!r}.")
-    if max_context is not None and not (is_integer(max_context) and 2 <= max_context <= config.max_positions):
-        raise InputError(
-            f"sampler: max_context must be in [2, {config.max_positions}] (the model's positions), "
-            f"got {max_context!r}."
-        )
-
-
-def check_params(params: Any, config: ModelConfig) -> None:
-    """Raises InputError unless a tree has every parameter of the config, in its shape; it may have more."""
-    wrong = []
-    specs = jax.tree_util.tree_flatten_with_path(
-        parameter_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec)
-    )[0]
-    for path, spec in specs:
-        leaf = params
-        for entry in path:
-            leaf = leaf[entry.key] if isinstance(leaf, Mapping) and entry.key in leaf else None
-        found = None if leaf is None else tuple(np.shape(leaf))
-        if found != spec.shape:
-            wrong.append(f"{jax.tree_util.keystr(path)} is {found or 'missing'}, expected {spec.shape}")
-    if wrong:
-        raise InputError(
-            f"sampler: params do not fit the config of the sampler: {'; '.join(wrong[:3])}"
-            f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Pass the params of that model."
-        )
 
 
 def _mesh_of(weights: Any) -> jax.sharding.Mesh | None:
@@ -1125,26 +853,3 @@ def _mesh_of(weights: Any) -> jax.sharding.Mesh | None:
     if spread is None or not isinstance(spread.mesh, jax.sharding.Mesh):
         return None
     return spread.mesh if {"expert", "tensor"} <= set(spread.mesh.axis_names) else None
-
-
-def _home(config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None) -> jax.sharding.Sharding | None:
-    """Where the pages live: on the mesh, that of the weights if none is given, else on the one device of the weights."""
-    if mesh is not None:
-        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    spread = everywhere(weights)
-    if spread is not None and isinstance(spread.mesh, jax.sharding.Mesh):
-        return page_sharding(config, spread.mesh)
-    shardings = {leaf.sharding for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
-    # Committed there from the start, as the pages that a program returns are: it is compiled once.
-    return shardings.pop() if len(shardings) == 1 else None
-
-
-def attention_of(
-    config: ModelConfig, weights: Any, mesh: jax.sharding.Mesh | None, kv: Precision
-) -> AttentionPath:
-    """What attends to the pages of a sampler whose weights are these, and why."""
-    devices = set() if mesh is None else set(mesh.devices.flat)
-    if mesh is None:
-        devices.update(*(x.devices() for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)))
-    platform = next((device.platform for device in devices), jax.default_backend())
-    return attention_path(config, platform, max(1, len(devices)), kv=kv)

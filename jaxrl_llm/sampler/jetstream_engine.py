@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import dropless
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.base import SamplingParams, is_integer
 from jaxrl_llm.sampler.paged_cache import NOBODY, PageAllocator, pages_for
@@ -216,7 +217,7 @@ class PagedEngine:
             )
         if on_swap not in ("keep", "recompute"):
             raise InputError(f'jetstream engine: on_swap must be "keep" or "recompute", got {on_swap!r}.')
-        self.config = config
+        self.config = dropless(config)
         self.box = box
         self._contract = contract
         self._slots, self._page_size = int(slots), int(page_size)

@@ -17,8 +17,9 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts
-from jaxrl_llm.sampler.engine import Carried, Engine, Event, Pages
+from jaxrl_llm.sampler.engine import Engine, Pages
 from jaxrl_llm.sampler.prefix_cache import page_names
+from jaxrl_llm.sampler.requests import Carried, Event
 from jaxrl_llm.types import Prompt
 
 __all__ = ["Replicas"]
@@ -141,8 +142,12 @@ class Replicas:
         version: int = 0,
         pages: Pages = "keep",
         expect: str | None = None,
+        own: bool = False,
     ) -> str:
-        """`Engine.swap` of every replica. All of them serve the new weights, or, when anything is raised, none."""
+        """`Engine.swap` of every replica. All of them serve the new weights, or, when anything is raised, none.
+
+        Each has copies on its device, so that they are its own in any case.
+        """
         weights, print_ = self._engines[0].accept(params, version=version, pages=pages, expect=expect)
         staged = [engine.stage(weights, version=version, fingerprint=print_) for engine in self._engines]
         jax.block_until_ready(staged)  # a device that lacks the memory says so before any of them has changed

@@ -12,11 +12,13 @@ import numpy as np
 from jaxrl_llm import memory
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import dropless
 from jaxrl_llm.ops.quantize import Precision
 from jaxrl_llm.sampler import decode
-from jaxrl_llm.sampler.attention import AttentionPath
+from jaxrl_llm.sampler.attention import AttentionPath, attention_of
 from jaxrl_llm.sampler.base import Completion, SamplerStats, SamplingParams, as_prompts, is_integer
-from jaxrl_llm.sampler.engine import Engine, attention_of, check_options, check_params
+from jaxrl_llm.sampler.checks import check_options, check_params
+from jaxrl_llm.sampler.engine import Engine
 from jaxrl_llm.sampler.paged_cache import pages_for
 from jaxrl_llm.sampler.replicas import Replicas
 from jaxrl_llm.types import Prompt
@@ -82,7 +84,7 @@ class Sampler:
             weights=weights,
             kv=kv,
         )
-        self.config = config
+        self.config = dropless(config)
         self.stats = SamplerStats(slots=slots)
         self._pages = pages
         self._max_context = max_context or config.max_positions

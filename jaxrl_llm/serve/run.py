@@ -76,13 +76,15 @@ def serve(
     with contextlib.closing(listen(settings.host, settings.port)) as sock:
         import jax
 
-        from jaxrl_llm.assembly import build_engine, replica_devices
+        from jaxrl_llm.assembly import build_engine, inference_mesh, replica_devices
         from jaxrl_llm.inference import load_policy, load_weights
         from jaxrl_llm.memory import refuse_too_large, sampler_parts
         from jaxrl_llm.serve.worker import Worker
 
         replica_devices(settings.replicas)  # are there so many?
-        model, version = load_policy(config, snapshot, version)
+        # Replicas are copies, each whole on a device of its own.
+        mesh = inference_mesh(config) if settings.replicas == 1 else None
+        model, version = load_policy(config, snapshot, version, mesh=mesh)
         slots = config.sampler.slots
         parts = sampler_parts(config, model.config, rows=slots, max_tokens=config.model.max_context)
         refuse_too_large([[dataclasses.replace(p, bytes=p.bytes * settings.replicas) for p in parts]])

@@ -13,7 +13,8 @@ dict, so any pytree (NamedTuples, None, empty dicts, typed PRNG keys, Python sca
 structure comes from the `like` that it is restored onto, and every leaf must be there.
 
 Saving is asynchronous and atomic: a folder gets its name when everything in it is on disk. A process
-killed while saving leaves only a temporary folder, which is never read.
+killed while saving leaves only a temporary folder, which is never read. Deleting is the other way round: a folder
+loses its name at once, and a thread removes what was in it, since that takes a disk longer than a short train step.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import os
 import pathlib
 import shutil
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +57,7 @@ __all__ = ["SnapshotError", "SnapshotStore", "fingerprint", "locate"]
 _FORMAT = 1
 _PARAMS = "params/"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_DELETED = ".deleted-"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
@@ -96,6 +99,7 @@ class SnapshotStore:
         self._damaged: set[int] = set()
         self._restored: int | None = None
         self._saving: int | None = None
+        self._removing: threading.Thread | None = None  # files of snapshots that are deleted
         if read_only:
             if not self.directory.is_dir():
                 raise InputError(
@@ -141,7 +145,8 @@ class SnapshotStore:
         if isinstance(body.get("config"), dict):
             body["config"] = redact(body["config"])
         leaves = named_leaves(state)
-        if version in self.versions():
+        there = on_first((self.directory / str(version)).exists)  # much sooner known than all versions
+        if there and version in self.versions():
             newer = self._restored is not None and version > self._restored
             if version not in self._damaged and not newer:
                 raise InputError(
@@ -149,6 +154,7 @@ class SnapshotStore:
                     "folder, or resume from the newest snapshot."
                 )
             self._delete(version)
+            self._manager.reload()
         do_on_first(lambda: self._check_room(leaves))
         manifest: dict[str, Any] = {
             "format": _FORMAT,
@@ -205,6 +211,7 @@ class SnapshotStore:
         try:
             self.wait()
         finally:
+            self._removed()
             self._manager.close()
             if self._reader is not self._manager:
                 self._reader.close()
@@ -224,6 +231,7 @@ class SnapshotStore:
         newer = [found for found in self.versions() if found > version]
         for found in newer:
             self._delete(found)
+        do_on_first(self._remove)
         return newer
 
     # ------------------------------------------------------------------------------------ reading
@@ -486,6 +494,9 @@ class SnapshotStore:
         need = sum(stored_bytes(leaf) for leaf in leaves.values())
         free = shutil.disk_usage(self.directory).free
         if need > free:
+            self._removed()
+            free = shutil.disk_usage(self.directory).free
+        if need > free:
             raise SnapshotError(
                 f"No room for a snapshot in {self.directory}: it needs about {need / 1e6:.0f} MB and "
                 f"{free / 1e6:.0f} MB are free. {self._good()} Free some space or set a smaller keep_last."
@@ -536,15 +547,48 @@ class SnapshotStore:
         for version in versions:
             if version not in keep:
                 self._delete(version)
+        do_on_first(self._remove)
 
     def _delete(self, version: int) -> None:
         path = self.directory / str(version)
         if on_first(path.is_symlink):  # what lies elsewhere was put there by the user, and stays
             do_on_first(path.unlink)
-        else:
+        elif not on_first(lambda: _renamed(path, path.with_name(f"{_DELETED}{version}"))):
             self._manager.delete(version)
         self._damaged.discard(version)
         self._metrics.pop(version, None)
+
+    def _remove(self) -> None:
+        """Removes, in a thread, the files of deleted snapshots, also of those that a process left that was killed.
+
+        What cannot be removed is tried again after the next snapshot.
+        """
+        if self._removing is not None and self._removing.is_alive():
+            return  # what it does not find is removed the next time
+        if left := sorted(self.directory.glob(f"{_DELETED}*")):
+            self._removing = threading.Thread(target=_remove_all, args=(left,), daemon=True)
+            self._removing.start()
+
+    def _removed(self) -> None:
+        """Waits until the files of all deleted snapshots are removed."""
+        for _ in range(2):  # the thread that runs may have begun before the last one was deleted
+            if self._removing is not None:
+                self._removing.join()
+                self._remove()
+
+
+def _remove_all(folders: Sequence[pathlib.Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _renamed(path: pathlib.Path, other: pathlib.Path) -> bool:
+    """Whether a folder could be given another name; mounted buckets may not know how."""
+    try:
+        path.rename(other)
+    except OSError:  # or the other one is there and has files
+        return False
+    return True
 
 
 def locate(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]:

@@ -3,7 +3,12 @@
 Read `base` first. One module a kind of stage; each stage's docstring has its equation and its source.
 """
 
-from jaxrl_llm.transforms.adaptive import adaptive_entropy, adaptive_kl, balance_experts
+from jaxrl_llm.transforms.adaptive import (
+    adaptive_entropy,
+    adaptive_kl,
+    balance_experts,
+    balance_experts_by_bias,
+)
 from jaxrl_llm.transforms.advantage import (
     given_advantage,
     group_advantage,
@@ -115,6 +120,7 @@ __all__ = [
     "agent_baseline_advantage",
     "approximate_proximal",
     "balance_experts",
+    "balance_experts_by_bias",
     "chain",
     "check_complete",
     "cispo_surrogate",

@@ -7,6 +7,7 @@ update, so that micro-batches agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,17 @@ from jaxrl_llm.transforms.normalize import own_norm
 from jaxrl_llm.transforms.penalty import check_kl, kl_of, kl_reads, own_count
 from jaxrl_llm.types import LossState, Mean, TokenBatch
 
-__all__ = ["EXPERT_LOAD", "adaptive_entropy", "adaptive_kl", "balance_experts"]
+__all__ = [
+    "EXPERT_LOAD",
+    "ROUTER_SHIFT",
+    "adaptive_entropy",
+    "adaptive_kl",
+    "balance_experts",
+    "balance_experts_by_bias",
+    "expert_capacity",
+    "moves_router_bias",
+    "router_shift",
+]
 
 Array = jax.Array
 State = dict[str, Array]
@@ -26,6 +37,7 @@ State = dict[str, Array]
 EXPERT_LOAD = (
     "expert_load"  # of a state: f32[layers, experts]; [0, 0] until `learner.init_state` knows the model
 )
+ROUTER_SHIFT = "router_shift"  # likewise: what the last update added to the biases of the routers
 
 
 def _controlled(
@@ -139,16 +151,26 @@ def adaptive_entropy(
 
 
 @stage(reads=lambda a: ("loss.router_probs", "loss.router_choice", *own_count(a)), writes=("loss.penalties",))
-def balance_experts(coef: float = 0.001, normalize: LossTransform | None = None, *, name: str):
+def balance_experts(
+    coef: float = 0.001,
+    normalize: LossTransform | None = None,
+    capacity: float | None = None,
+    *,
+    name: str,
+):
     """coef · E · Σ_i f_i p_i of each token, averaged over layers: p its router's probabilities, f the loads of the experts.
 
     The auxiliary loss of Switch Transformers (arXiv 2101.03961, eq. 4) for k experts of a token: f_i is the share of the
     (token, expert) pairs that expert i had. It is 1 · coef where loads are even, and more where the router prefers what is
     busy. Others take f from the same batch, which no micro-batch knows; here it is that of the counted tokens of the last
     update (even in the first one, which then has no gradient). f is detached. coef: 0.001 is Qwen3-MoE's.
+    capacity: room of an expert in a pass of the learner, in mean loads of the tokens of one device (§2.2, there 1 to 1.25):
+    later tokens pass it by, are counted in `policy/expert_dropped` and have another log-prob than the sampler, which drops
+    none, has recorded. None: no token is dropped. Experts on other devices then get as many tokens as they have room for.
     State: {"expert_load": f32[layers, experts]}. Of a model with experts only.
     """
     checks.number("balance_experts", "coef", coef, low=0.0)
+    checks.number("balance_experts", "capacity", capacity, positive=True, optional=True)
     key = f"load_of_{name}"
 
     def init() -> State:
@@ -173,3 +195,62 @@ def balance_experts(coef: float = 0.001, normalize: LossTransform | None = None,
         return {EXPERT_LOAD: jnp.where(known, load, before).astype(state[EXPERT_LOAD].dtype)}
 
     return _controlled(name, normalize, init, value, update)
+
+
+@stage(reads=("loss.router_choice",))
+def balance_experts_by_bias(rate: float = 0.001, *, name: str):
+    """b_i ← b_i + rate · sign(mean load - load_i) after every update; a token's experts are the k with the largest p_i + b_i.
+
+    Balancing without a loss (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, §2.1.2): each
+    router has a bias per expert, which says who is chosen and not how much an output counts, so that no gradient is bent.
+    The load of an expert is the number of counted tokens of the whole batch, over all devices, that went through it. Where
+    the experts of the sampler are replayed, they were chosen with the biases of that time. rate: 0.001 is the papers', whose
+    scores are sigmoids; here a bias is added to a probability, so that among many experts a smaller rate may do.
+    The biases are parameters of the model (`ModelConfig.router_bias`), which the sampler and snapshots have, too, and which
+    no gradient, decay or clipping touches. Hugging Face's format of Qwen3-MoE has no place for them.
+    State: {"router_shift": f32[layers, experts]}, the last change. Of a model with experts only.
+    """
+    checks.number("balance_experts_by_bias", "rate", rate, low=0.0)
+    key = f"load_of_{name}"
+
+    def init() -> State:
+        return {ROUTER_SHIFT: jnp.zeros((0, 0), jnp.float32)}
+
+    def apply(loss: LossState, batch: TokenBatch, state: State) -> LossState:
+        choice = require(name, loss, "router_choice")
+        # Whole numbers, whose sums are the same in any order: the sign of what is even must not hang on a rounding.
+        pairs = jnp.einsum("btle,bt->le", (choice > 0).astype(choice.dtype), loss.mask.astype(choice.dtype))
+        mean = Mean(pairs, jnp.sum(loss.mask.astype(choice.dtype)))
+        return loss.replace(metrics={**loss.metrics, key: mean})
+
+    def update(state: State, metrics: Mapping[str, Mean]) -> State:
+        load = metrics[key].total
+        mean = jnp.mean(load, axis=-1, keepdims=True)
+        return {ROUTER_SHIFT: (rate * jnp.sign(mean - load)).astype(state[ROUTER_SHIFT].dtype)}
+
+    return Parts(apply=apply, init=init, update=update)
+
+
+def router_shift(objective_state: Any) -> Array | None:
+    """f32[layers, experts], what an update adds to the biases of the routers; None of an objective that leaves them alone.
+
+    Args:
+      objective_state: after its `update`.
+    """
+    found = [
+        leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(objective_state)[0]
+        if path and getattr(path[-1], "key", None) == ROUTER_SHIFT
+    ]
+    return sum(found[1:], found[0]) if found else None
+
+
+def expert_capacity(objective: LossTransform) -> float | None:
+    """The smallest `capacity` of the `balance_experts` of an objective; None: no token is dropped."""
+    given = [info.arguments["capacity"] for info in objective.info if info.stage == "balance_experts"]
+    return min((float(capacity) for capacity in given if capacity is not None), default=None)
+
+
+def moves_router_bias(objective: LossTransform) -> bool:
+    """Whether an objective moves biases of routers, so that the model must have them."""
+    return router_shift(objective.init()) is not None

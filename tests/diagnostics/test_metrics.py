@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,24 @@ def test_resume_cuts_both_files_back_to_the_snapshot(tmp_path):
     with MetricsWriter(tmp_path, resume_version=-1):
         pass
     assert read_metrics(tmp_path) == []
+
+
+def test_lines_that_are_missing_or_there_twice_are_named_on_resume(tmp_path):
+    def resumed(versions, at):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(f'{{"version": {version}}}\n' for version in versions))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            MetricsWriter(tmp_path, resume_version=at).close()
+        return [str(warning.message) for warning in caught]
+
+    assert resumed([0, 1, 2, 3, 4], 3) == resumed([1, 2], 2) == resumed([0], -1) == resumed([], 0) == []
+    (missing,) = resumed([0, 1, 4, 5], 4)
+    assert "has no line for 2 of the train steps before the snapshot: 2, 3." in missing
+    (repeated,) = resumed([1, 2, 2, 3, 3, 3], 3)
+    assert "has several lines for 2 of the train steps before the snapshot: 2, 3." in repeated
+    (gone,) = resumed([], 20)
+    assert "no line for 20 of" in gone and "1, 2, 3, 4, 5, 6, 7, 8, …." in gone
 
 
 def test_a_cut_last_line_is_ignored_and_one_in_the_middle_is_named(tmp_path):

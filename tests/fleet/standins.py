@@ -12,7 +12,7 @@ from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.collect import trajectory_of
 from jaxrl_llm.rollout.stream import Schedule
 from jaxrl_llm.sampler.base import Completion, SamplingParams
-from jaxrl_llm.sampler.engine import Event
+from jaxrl_llm.sampler.requests import Event
 from jaxrl_llm.snapshots.digest import fingerprint
 from jaxrl_llm.types import Prompt, StopReason
 

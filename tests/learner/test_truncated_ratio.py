@@ -96,6 +96,7 @@ def test_the_learner_finds_the_log_probs_of_the_sampler(row_tokens):
     assert 0.05 < whole.max() and (whole < 2e-5).any()
 
 
+@pytest.mark.slow
 def test_every_policy_is_taken_over_the_same_tokens():
     """Reference and teacher with the weights of the policy have its log-probs; others have finite ones."""
     objective = recipes.grpo(kl_coef=0.1)

@@ -283,6 +283,33 @@ def test_with_room_for_all_tokens_an_all_to_all_gives_the_same_numbers():
 
 
 @pytest.mark.slow
+def test_however_uneven_no_token_is_dropped_on_a_mesh():
+    """A device has memory for its mean load and a quarter: what is more is computed in further rounds, exactly."""
+    layer, h = one_layer(), hidden(8, 8)
+    weights = jax.random.normal(jax.random.key(2), h.shape)
+
+    def measured(config):
+        def total(layer, h, ids):
+            y, routed = expert_mlp(layer, config, h, ids)
+            return jnp.sum(y * weights), (y, routed.dropped)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+    one, many = measured(TINY_MOE), measured(on_mesh(TINY_MOE, make_mesh(fsdp=2, expert=4), BATCH_AXES))
+    for chosen in (
+        (-1, -1),
+        (0, 1),
+        (3, 6),
+    ):  # as the router likes; all on one of four devices; on two of them
+        ids = jnp.broadcast_to(jnp.array(chosen), (8, 8, K))
+        (_, (expected, _)), expected_grads = one(layer, h, ids)
+        (_, (y, dropped)), grads = many(layer, h, ids)
+        np.testing.assert_allclose(y, expected, atol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), grads, expected_grads)
+        assert np.all(dropped == 0) and np.abs(expected_grads[0]["expert_up"]).max() > 0.1
+
+
+@pytest.mark.slow
 def test_experts_on_other_devices_change_no_sampled_token():
     mesh = make_mesh(expert=4, tensor=2)
     spread = jax.device_put(params(), param_shardings(TINY_MOE, mesh))

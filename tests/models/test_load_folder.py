@@ -17,6 +17,8 @@ from jaxrl_llm.models.config import TINY, RopeScaling
 from jaxrl_llm.models.formats.llama import config_from_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params, parameter_specs
+from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.rules import param_shardings
 from jaxrl_llm.tokens.tiny import tiny_tokenizer
 
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32)
@@ -159,6 +161,31 @@ def test_sharded_folder_equals_the_single_file(hf_folder):
     single, sharded = load_model(hf_folder("one")), hf_folder("two")
     _shard(sharded)
     _assert_same(load_model(sharded).params, single.params)
+
+
+def test_a_folder_is_read_onto_a_mesh_leaf_by_leaf(hf_folder, monkeypatch):
+    """No leaf that the mesh splits is ever whole on a device, so that a model may be larger than one."""
+    folder = hf_folder()
+    expected = load_model(folder)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    put, largest = jax.device_put, []
+
+    def watched(x, where=None, **options):
+        y = put(x, where, **options)
+        largest.append((y.shape, y.addressable_shards[0].data.shape))
+        return y
+
+    monkeypatch.setattr(jax, "device_put", watched)
+    found = load_model(folder, mesh=mesh)
+    assert jax.tree.map(lambda x: x.sharding, found.params) == param_shardings(found.config, mesh)
+    assert len(largest) == len(jax.tree.leaves(found.params))
+    assert all(part != whole for whole, part in largest if len(whole) > 2)  # norms are copies
+    _assert_same(found.params, expected.params)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(hf_folder):
+    with pytest.raises(InputError, match=r"^mesh: .*3"):
+        load_model(hf_folder(), mesh=make_mesh(tensor=3, devices=jax.devices()[:3]))
 
 
 def _shard(folder):

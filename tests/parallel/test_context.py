@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from jaxrl_llm import recipes
+from jaxrl_llm.config import load_config
+from jaxrl_llm.diagnostics.metrics import read_metrics
 from jaxrl_llm.learner.rows import place_batch
 from jaxrl_llm.learner.score import make_score, make_score_lists
 from jaxrl_llm.learner.state import init_state
@@ -17,6 +19,7 @@ from jaxrl_llm.models.config import TINY
 from jaxrl_llm.models.params import init_params
 from jaxrl_llm.parallel.mesh import data_devices, make_mesh
 from jaxrl_llm.rollout.pack import pack
+from jaxrl_llm.train import train
 from jaxrl_llm.types import Prompt, Trajectory
 
 GRPO = recipes.grpo()
@@ -135,3 +138,24 @@ def test_rows_that_do_not_divide_are_refused():
 def test_replicas_of_the_sampler_need_a_whole_copy():
     with pytest.raises(ValueError, match="takes 2 devices"):
         data_devices(make_mesh(2, context=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["ppo", "trpo"])
+def test_runs_with_a_critic_and_with_a_trust_region_have_the_figures_of_one_device(objective, tmp_path):
+    figures = []
+    for name, mesh in (("one", ()), ("split", ("mesh.context=2",))):
+        settings = [f"objective={objective}", "steps=2", "evaluation.items=0", *mesh]
+        train(load_config("configs/tiny.yaml", settings), tmp_path / name)
+        rows = read_metrics(tmp_path / name)
+        wanted = (
+            "optimizer/grad_norm",
+            "policy/loss",
+            "policy/entropy",
+            "policy/critic_loss",
+            "policy/critic_grad_norm",
+        )
+        figures.append([{key: row[key] for key in wanted if key in row} for row in rows])
+    assert any(row.get("optimizer/grad_norm") for row in figures[0])
+    for one, split in zip(*figures, strict=True):
+        assert split == pytest.approx(one, rel=1e-3, abs=1e-6)

@@ -343,6 +343,22 @@ def test_who_sees_whom_in_a_tree():
     assert seen == [{0}, {1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 5}, {6}, {6, 7}, {8}, {9}]
 
 
+def test_rows_side_by_side_are_as_much_work():
+    """Eight rows a micro-batch, a device each: the busiest of each micro-batch, summed, is near the mean."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(3.0, 1.0, 400)), 1, 200).astype(int)
+    trajectories = [make([5] * (2 + i // 4 % 30), [7] * n, group=i // 4) for i, n in enumerate(lengths)]
+    segments = host(pack(trajectories, learner_version=0, row_tokens=256)).segments
+    pairs = np.array([np.asarray(visible_tokens(row[None]))[0][row != 0].sum() for row in segments])
+
+    def busiest(rows):
+        rows = rows[: len(rows) // 8 * 8].reshape(-1, 8)
+        return rows.max(1).sum() / rows.mean(1).sum()
+
+    shuffled = np.mean([busiest(rng.permutation(pairs)) for _ in range(100)])
+    assert busiest(pairs) - 1 < (shuffled - 1) / 3
+
+
 WIDTHS = [14, pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
 
 
@@ -350,7 +366,7 @@ WIDTHS = [14, pytest.param(24, marks=pytest.mark.slow), pytest.param(64, marks=p
 @pytest.mark.parametrize(
     "recipe",
     [
-        "grpo",
+        pytest.param("grpo", marks=pytest.mark.slow),
         pytest.param("dr_grpo", marks=pytest.mark.slow),
         pytest.param("dapo", marks=pytest.mark.slow),
         "gspo",

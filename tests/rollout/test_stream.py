@@ -13,7 +13,7 @@ from jaxrl_llm.rewards.score import Score
 from jaxrl_llm.rollout.carry import from_data, to_data, trajectory_of_data
 from jaxrl_llm.rollout.collect import rollout_metrics, staleness_metrics, trajectory_of
 from jaxrl_llm.rollout.stream import Schedule, Stream, StreamState
-from jaxrl_llm.sampler import Sampler, SamplingParams
+from jaxrl_llm.sampler import Sampler, SamplingParams, decode
 from jaxrl_llm.types import Prompt
 
 GROUPS, SAMPLES = 3, 2
@@ -147,6 +147,8 @@ def test_without_age_it_is_what_generate_samples(weights):
         {"late": "drop", "max_age": 1},
         {"ticks": 5},
         {"max_drops": 2},
+        {"max_age": 3, "sync_every": 4},
+        {"max_age": 3, "sync_every": 2},
     ],
     ids=str,
 )
@@ -208,6 +210,53 @@ def test_a_stream_that_is_saved_ahead_goes_on_as_the_one_that_was_not_stopped(we
         assert figures == others
     assert first.ledger.state() == second.ledger.state()
     assert first.ticks == second.ticks
+
+
+def test_an_iteration_is_sampled_from_weights_that_the_learner_has_consumed(weights):
+    """Minibatch after minibatch, and every sample is what one call with those weights gives."""
+    every, kept = 3, {}
+    of = stream(Prompts(), plan(max_age=every - 1, sync_every=every), max_tokens=12)
+    prompts = Prompts()
+    for version in range(2 * every):
+        params = jax.tree.map(lambda x: x * 1.0, weights(version))
+        if version % every == 0:
+            sampler = Sampler(TINY, slots=8, page_size=4, max_context=32, steps_per_dispatch=2)
+            iteration = prompts.next_batch(every * GROUPS)
+            found = sampler.generate(params, iteration, sampling(max_tokens=12), version=version)
+            kept |= {(c.prompt.uid, c.index): c for c in found}
+        trajectories, _ = of.next_batch(params, version)
+        jax.tree.map(lambda x: x.delete(), params)  # as an update does that is given them to keep
+        for number, t in enumerate(trajectories):
+            c = kept.pop((t.prompt.uid, number % SAMPLES))
+            np.testing.assert_array_equal(t.tokens[t.mask], c.tokens)
+            np.testing.assert_array_equal(t.logprob[t.mask], c.logprobs)
+            assert set(t.version[t.mask]) == {version - version % every} == set(t.kv_version[t.mask])
+    assert not kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_owned_share_nothing_with_the_tree(tiny_params, dtype):
+    config = dataclasses.replace(TINY, dtype=dtype)
+    params = jax.tree.map(lambda x: x * 1.0, tiny_params)
+    prepared = decode.prepare_for_sampling(params, config)
+    expected = jax.tree.map(np.asarray, decode.owned(prepared, params))
+    mine = decode.owned(prepared, params)
+    jax.tree.map(lambda x: x.delete(), params)
+    jax.tree.map(np.testing.assert_array_equal, mine, expected)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"sync_every": 0}, "sync_every must be at least 1"),
+        ({"sync_every": 4}, "sync_every=4 needs max_age of at least 3, since samples get as old, got 2"),
+        ({"sync_every": 3, "ahead": True}, "sync_every=3 and ahead needs max_age of at least 3"),
+        ({"max_age": 0, "ahead": True}, "sync_every=1 and ahead needs max_age of at least 1"),
+    ],
+)
+def test_schedules_in_which_samples_would_be_too_old(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changes)
 
 
 def test_a_barrier_changes_only_what_was_under_way(weights):

@@ -74,7 +74,8 @@ def differing(values, completions):
     ), sum(len(c.tokens) for c in completions)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_logprob_is_the_samplers_bit_for_bit(dtype):
     """Mixed lengths, prompts shared by a group, several pages, preempted rows; more sequences than slots."""
     completions, stats = sampled(dtype)

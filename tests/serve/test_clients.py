@@ -275,6 +275,7 @@ def test_prompt_logprobs_wherever_a_prompt_is_given(place, client, tiny_params, 
             assert {told["rank"] for told in entry.values()} >= {1, 2}
 
 
+@pytest.mark.slow
 def test_after_the_warm_up_nothing_is_compiled_for_most_requests(tiny_params, serving):
     tokenizer = tiny_tokenizer()
     engine = Engine(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 import warnings
 
@@ -471,6 +472,46 @@ def test_retention(tmp_path):
         store.save(11, state, {}, metric=0.2)
         store.wait()
         assert store.versions() == [2, 11]
+
+
+def test_files_of_deleted_snapshots_are_removed_without_waiting(tmp_path, monkeypatch):
+    state, go, removed, remove = {"params": {"w": jnp.ones(3)}}, threading.Event(), [], shutil.rmtree
+
+    def slowly(path, **more):
+        if pathlib.Path(path).name.startswith(".deleted-"):
+            go.wait(60)
+            removed.append(pathlib.Path(path).name)
+        remove(path, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", slowly)
+    (tmp_path / ".deleted-7" / "params").mkdir(parents=True)  # left by a process that was killed
+    with SnapshotStore(tmp_path, keep_last=1) as store:
+        for version in (1, 2):
+            store.save(version, state, {})
+        store.wait()
+        assert store.versions() == [2] and not removed
+        assert (tmp_path / ".deleted-1" / "manifest").is_dir()
+        restored, _ = store.restore(like=state)
+        assert bits(restored) == bits(state)
+        free = iter([1, 10**9])  # bytes; the room that the removed ones give back counts
+        monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=next(free)))
+        go.set()
+        store.save(3, state, {})
+        assert sorted(removed) == [".deleted-1", ".deleted-7"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
+
+
+def test_a_folder_that_cannot_be_renamed_is_deleted_where_it_is(tmp_path, monkeypatch):
+    def refused(self, target):
+        raise OSError("this bucket renames no folders")
+
+    state = {"params": {"w": jnp.ones(3)}}
+    monkeypatch.setattr(pathlib.Path, "rename", refused)
+    with SnapshotStore(tmp_path, keep_last=1) as store:
+        for version in (1, 2):
+            store.save(version, state, {})
+        store.wait()
+        assert store.versions() == [2] and [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
 def test_versions_are_never_overwritten_except_by_a_run_that_went_back(tmp_path):

@@ -436,19 +436,32 @@ def test_tokens_that_a_stage_drops_from_the_batch_are_in_no_ratio_of_their_seque
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-6)
 
 
+_CLIPPED = (jrl.token_ratio(), jrl.clip_surrogate())
+
+
 @pytest.mark.parametrize(
-    "stage", [jrl.drop_stale(1), jrl.decay_stale(0.5)], ids=lambda stage: stage.info.name
+    "stages",
+    [
+        (jrl.drop_stale(1), jrl.normalize_by_token(), *_CLIPPED),
+        (jrl.decay_stale(0.5), jrl.normalize_by_token(), *_CLIPPED),
+        (jrl.normalize_by_token(), jrl.token_ratio(), jrl.lag_clip_surrogate()),
+        (jrl.normalize_by_token(), jrl.approximate_proximal(), jrl.clip_surrogate()),
+    ],
+    ids=("drop_stale", "decay_stale", "lag_clip_surrogate", "approximate_proximal"),
 )
-def test_ages_need_the_version_of_the_learner(stage):
+def test_ages_need_the_version_of_the_learner(stages):
     """Left at its default, 0, nothing would ever be stale."""
     mask = np.ones((2, 3), bool)
     given = {"reward": [0.0, 1.0], "group": [0, 0], "logprob_behavior": np.zeros((2, 3)), "version": 3}
-    objective = jrl.chain(
-        jrl.group_advantage(), stage, jrl.normalize_by_token(), jrl.token_ratio(), jrl.clip_surrogate()
-    )
+    objective = jrl.chain(jrl.group_advantage(), *stages)
     with pytest.raises(
         ValueError, match=r"learner_version 0 and tokens .* from version 3.*Pass learner_version="
     ):
         jrl.loss(objective, jnp.zeros((2, 3)), jrl.TokenBatch.from_rows(np.ones((2, 3), int), mask, **given))
+    unknown = given | {"version": -1}
+    with pytest.raises(ValueError, match=r"-1 \(unknown\) on 4 trained tokens"):
+        jrl.loss(
+            objective, jnp.zeros((2, 3)), jrl.TokenBatch.from_rows(np.ones((2, 3), int), mask, **unknown)
+        )
     given["learner_version"] = 3
     jrl.loss(objective, jnp.zeros((2, 3)), jrl.TokenBatch.from_rows(np.ones((2, 3), int), mask, **given))

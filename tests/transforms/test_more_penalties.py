@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jaxrl_llm as jrl
+from jaxrl_llm.base_run import BaseRun
 from jaxrl_llm.config import Config, ReferenceSettings
 from jaxrl_llm.learner.state import init_state, move_reference, reset_reference
-from jaxrl_llm.train import BaseRun
 
 MASK = np.array([[0, 1, 1, 1], [0, 1, 0, 0]], bool)
 TOKENS = np.zeros(MASK.shape, int)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from jaxrl_llm.models.formats.llama import (
 )
 from jaxrl_llm.models.formats.tensors import StoredTensor, read_tensors
 from jaxrl_llm.models.params import ParamSpec, parameter_specs
+from jaxrl_llm.parallel.host import place
 from jaxrl_llm.tokens.tokenizer import Tokenizer
 
 __all__ = ["Loaded", "load_directory", "read_config", "read_json"]
@@ -167,14 +168,18 @@ def _check_tied_head(where: str, tensors: dict[str, StoredTensor]) -> None:
 
 
 def _fill(
-    where: str, tensors: Mapping[str, StoredTensor], slots: Mapping[str, Slot], config: ModelConfig
+    where: str,
+    tensors: Mapping[str, StoredTensor],
+    slots: Mapping[str, Slot],
+    config: ModelConfig,
+    shardings: Any,
 ) -> dict[str, Any]:
-    """The parameter tree, one leaf in host memory at a time."""
+    """The parameter tree where `shardings` say, one leaf in host memory at a time and none whole on one device."""
     by_leaf: dict[tuple[str, ...], list[tuple[str, Slot]]] = {}
     for name, slot in slots.items():
         by_leaf.setdefault(slot.path, []).append((name, slot))
 
-    def leaf(path, spec: ParamSpec):
+    def leaf(path, spec: ParamSpec, sharding: jax.sharding.Sharding | None):
         key = tuple(entry.key for entry in path)
         for name, slot in by_leaf[key]:  # before there is memory for what a damaged config asks for
             shape = spec.shape[len(slot.at) :]
@@ -192,11 +197,16 @@ def _fill(
             raise InputError(
                 f"{where}: NaN or infinite numbers in {_listed(bad) or key}. The file is damaged: fetch it again."
             )
+        if sharding is not None and not sharding.is_fully_addressable:
+            return place(values, sharding)
         # A copy: the host buffer must not be shared with an array that a learner may donate.
-        return jax.device_put(values, may_alias=False)
+        return jax.device_put(values, sharding, may_alias=False)
 
+    specs = parameter_specs(config)
+    if shardings is None:
+        shardings = jax.tree.map(lambda _: None, specs, is_leaf=lambda x: isinstance(x, ParamSpec))
     return jax.tree_util.tree_map_with_path(
-        leaf, parameter_specs(config), is_leaf=lambda x: isinstance(x, ParamSpec)
+        leaf, specs, shardings, is_leaf=lambda x: isinstance(x, ParamSpec)
     )
 
 
@@ -211,12 +221,18 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     return config_from_hf(raw, generation, dtype=dtype, where=str(folder / "config.json"))
 
 
-def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, str] | None = None) -> Loaded:
+def load_directory(
+    folder: Path,
+    dtype: str = "float32",
+    digests: Mapping[str, str] | None = None,
+    shardings: Callable[[ModelConfig], Any] | None = None,
+) -> Loaded:
     """Loads a Hugging Face model folder.
 
     Args:
       dtype: compute dtype put into the config; parameters are f32 whatever the files hold.
       digests: SHA-256 of the files by name, where already known.
+      shardings: where the parameters of a config go, a tree like them; None: all to the default device.
 
     Raises:
       InputError: anything missing, left over, damaged, unsupported or inconsistent, by name.
@@ -255,6 +271,6 @@ def load_directory(folder: Path, dtype: str = "float32", digests: Mapping[str, s
             )
         slots = tensor_slots(config)
         _check_names(str(folder), tensors, slots)
-        params = _fill(str(folder), tensors, slots, config)
+        params = _fill(str(folder), tensors, slots, config, None if shardings is None else shardings(config))
         digest = combined_digest({n: known[n] if h is None else h.result() for n, h in hashes.items()})
     return Loaded(config, params, tokenizer, digest)

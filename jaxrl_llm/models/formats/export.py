@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.formats.llama import Slot, config_to_hf, tensor_slots
 from jaxrl_llm.models.formats.tensors import TensorLayout, write_tensors
@@ -40,6 +41,20 @@ def _check_tree(params: Any, config: ModelConfig) -> None:
         raise ValueError(f"save_hf: the parameters do not fit the config. {listed}.")
 
 
+def _check_router_bias(params: Any, config: ModelConfig) -> None:
+    largest = (
+        float(np.max(np.abs(jax.device_get(params["layers"]["router_bias"])))) if config.router_bias else 0.0
+    )
+    if largest:
+        raise InputError(
+            f"the routers of this model choose their experts with biases (balance_experts_by_bias; up to {largest:.3g}, added "
+            f"to probabilities), and the Hugging Face format of {config.family} has no place for them: any tool that loads the "
+            "folder would send tokens through other experts and compute other log-probs than this policy. Sample from the run "
+            "itself (`jaxrl sample` or `jaxrl serve` with --snapshot), or write the model without the biases, as another "
+            "policy, and measure it anew: `jaxrl convert --drop-router-bias`."
+        )
+
+
 def _value(params: Any, slot: Slot) -> np.ndarray:
     leaf = _leaf(params, slot.path)
     value = np.asarray(jax.device_get(leaf[slot.at] if slot.at else leaf))
@@ -52,16 +67,29 @@ def hf_tensors(params: Any, config: ModelConfig) -> Iterator[tuple[str, np.ndarr
         yield name, _value(params, slot)
 
 
-def save_hf(config: ModelConfig, params: Any, tokenizer: Tokenizer | None, folder: str | os.PathLike) -> Path:
+def save_hf(
+    config: ModelConfig,
+    params: Any,
+    tokenizer: Tokenizer | None,
+    folder: str | os.PathLike,
+    *,
+    drop_router_bias: bool = False,
+) -> Path:
     """Writes config, weights (in their own dtype) and tokenizer files; returns the folder.
 
     A tied model is written without an output head and with tie_word_embeddings true, an untied one with
     both and false. The folder is created; files of the same names are replaced.
 
+    Args:
+      drop_router_bias: leave out what the format has no place for: biases of routers that are not 0.
+
     Raises:
       ValueError: the tree does not have the shapes of the config.
+      InputError: there are such biases.
     """
     _check_tree(params, config)
+    if not drop_router_bias:
+        _check_router_bias(params, config)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     slots = tensor_slots(config)
