@@ -53,8 +53,9 @@ def least_traffic(
     return {
         "data": 2 * turns * 4 * parameters / shards * (copies - 1) / copies,
         "fsdp": over_shards,
-        # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward, recomputed and backward.
-        "expert": turns * here * D * (2 + 4) * L * 3 * (expert - 1) if model.num_experts else 0.0,
+        # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward and backward, and where the
+        # layer is recomputed it goes there again.
+        "expert": turns * here * D * (2 + 4 + 2 + 2 + 4) * L * (expert - 1) if model.num_experts else 0.0,
         # Keys and values are gathered three times a layer, their gradients summed once.
         "context": turns * L * keys * 4 * (context - 1) / context,
         "tensor": turns * stream * (5 * L + 2) * 2 * (tensor - 1) / tensor,
