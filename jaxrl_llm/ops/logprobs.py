@@ -310,6 +310,9 @@ def _head_backward(plan, residuals, cotangents):
 _head.defvjp(_head_forward, _head_backward)
 
 
+_PIECES, _COLUMNS = 8, 1024  # of the gradient of the head: at most so many, of a multiple of so many columns
+
+
 def _sum_of_blocks(dw_RDV: Array, layout: Layout | None) -> Array:
     """[D, V], laid out as the gradient of the head."""
     if layout is None:
@@ -320,14 +323,18 @@ def _sum_of_blocks(dw_RDV: Array, layout: Layout | None) -> Array:
         return pinned(jnp.sum(dw_RDV, axis=0), layout.head_gradient)
     others = tuple(axis for axis in blocks if axis not in kept)
 
-    def of_a_device(dw_RDV: Array) -> Array:
-        # Each device receives the shard that it keeps. Compilers give it the whole sum to cut that from: twice the bytes.
-        dw_DV = jnp.sum(dw_RDV, axis=0)
-        if kept:
-            dw_DV = jax.lax.psum_scatter(dw_DV, kept, scatter_dimension=0, tiled=True)
-            # Otherwise XLA adds up whole gradients over micro-batches, and scatters at the end what has no room.
-            dw_DV = jax.lax.optimization_barrier(dw_DV)
+    def scattered(dw_DV: Array) -> Array:
+        for axis in kept:
+            dw_DV = jax.lax.psum_scatter(dw_DV, axis, scatter_dimension=0, tiled=True)
         return jax.lax.psum(dw_DV, others) if others else dw_DV
+
+    def of_a_device(dw_RDV: Array) -> Array:
+        # Each device receives the shard that it keeps. Left to itself, XLA gives it the whole sum to cut that from, which is
+        # twice the bytes; on TPUs also where it is asked for the shard, but for one axis and some columns at a time.
+        dw_DV = jnp.sum(dw_RDV, axis=0)
+        columns = -(-dw_DV.shape[1] // (_PIECES * _COLUMNS)) * _COLUMNS
+        pieces = [dw_DV[:, at : at + columns] for at in range(0, dw_DV.shape[1], columns)]
+        return jnp.concatenate([scattered(piece) for piece in pieces], axis=1)
 
     return jax.shard_map(
         of_a_device,

@@ -70,6 +70,7 @@ def _file(lowered: Any, mesh: Mesh) -> pathlib.Path:
         )
         for d in mesh.devices.flat
     ]
+    efforts = [getattr(jax.config, f"jax_{of}_level", "UNKNOWN") for of in ("optimization", "memory_fitting")]
     parts = (
         lowered.as_text(),
         repr(devices),
@@ -78,6 +79,7 @@ def _file(lowered: Any, mesh: Mesh) -> pathlib.Path:
         importlib.metadata.version("libtpu"),
         os.environ.get("LIBTPU_INIT_ARGS", ""),
         os.environ.get("XLA_FLAGS", ""),
+        *(effort for effort in efforts if effort != "UNKNOWN"),
     )
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return cache_root() / "plans" / f"{digest[:32]}.json.gz"

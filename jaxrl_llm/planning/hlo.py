@@ -285,6 +285,7 @@ class _Counter:
         self.made: dict[tuple[Array, str], None] = {}
         self.dynamic: dict[str, None] = {}
         self.kernels: dict[str, bool] = {}  # whether one says what it costs
+        self.in_steps: set[str] = set()  # channels of collectives that are parts of fusions
 
     def run(self) -> Cost:
         self.walk(self.entry, 1.0, in_memory=True)
@@ -327,7 +328,8 @@ class _Counter:
             elif i.opcode == "convolution":
                 self.flops += times * _convolution_flops(i, computation)
             elif i.opcode.removesuffix("-start") in _COLLECTIVES:
-                self.collective(i, computation, times, scatter)
+                if in_memory or self.is_first_step(i):
+                    self.collective(i, computation, times, scatter)
             elif i.opcode == "custom-call":
                 found = re.search(r'custom_call_target="([^"]*)"', i.attributes)
                 if found and found.group(1) == "tpu_custom_call":
@@ -347,6 +349,15 @@ class _Counter:
         if told:
             self.flops += times * float(said["flops"])
             self.hbm += times * float(said["bytes_accessed"])
+
+    def is_first_step(self, i: _Instruction) -> bool:
+        """False where a collective that goes on beside several fusions, in each of which it stands, has been counted."""
+        found = re.search(r"\bchannel_id=(\d+)", i.attributes)
+        if found is None:
+            return True
+        seen = found.group(1) in self.in_steps
+        self.in_steps.add(found.group(1))
+        return not seen
 
     def branches(self, i: _Instruction, times: float, in_memory: bool) -> None:
         """Of the branches of a conditional the one with the most products counts, then the one with the most traffic."""

@@ -7,6 +7,7 @@ Seconds are not measured: each is the largest of what compute, HBM and the netwo
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import re
@@ -23,7 +24,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.objectives import build_objective, check_teacher
 from jaxrl_llm.parallel.mesh import AXES, learner_and_sampler, make_mesh
 from jaxrl_llm.planning.chips import Chip, Topology, peak_time, topology_of
-from jaxrl_llm.planning.executables import compiled
+from jaxrl_llm.planning.executables import Executable, compiled
 from jaxrl_llm.planning.hlo import Cost, cost
 from jaxrl_llm.planning.known import shape_of
 from jaxrl_llm.planning.programs import (
@@ -39,6 +40,7 @@ __all__ = ["PROGRAMS", "Compiled", "Plan", "make_plan"]
 
 PROGRAMS = ("update", "score", "teacher", "values", "critic", "prefill", "decode", "transfer")
 Progress = Callable[[str], None]
+_AT_A_TIME = 2  # programs; each takes 1 to 2 GB of memory while it is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +185,7 @@ class Plan:
             "collectives": [{**dataclasses.asdict(x), "axes": list(x.axes)} for x in c.cost.collectives],
             "ici_bytes": c.cost.network_bytes("ICI"),
             "dcn_bytes": c.cost.network_bytes("DCN"),
+            "least_network_bytes": c.program.least_sent,
             "seconds": c.time,
             "seconds_by_resource": c.seconds,
             "limited_by": c.limited_by,
@@ -252,10 +255,7 @@ def make_plan(
             f"--programs: this config runs no program {lacking[0]}; it runs {', '.join(dict.fromkeys(names))}. Name some of these."
         )
     programs = [p for p in (*learned, *sampled) if not only or p.name in only]
-    parts = []
-    for number, program in enumerate(programs):
-        progress(f"compiling {program.name} ({number + 1} of {len(programs)})")
-        parts.append(compile_program(program, found))
+    parts = compile_programs(programs, found, progress)
     phases = [
         _phase(c, learner_keeps, sampler_keeps, apart is not None, config.schedule.max_age > 0) for c in parts
     ]
@@ -306,11 +306,32 @@ def _mesh(topology: Topology, sizes: dict[str, int], devices: Sequence[Any]) -> 
         raise InputError(f"{error} They are the chips of {topology.name}{of}{beside}.") from None
 
 
-def compile_program(program: Program, topology: Topology) -> Compiled:
-    """Compiles a program and counts it."""
-    lowered = program.lower()
+def compile_programs(
+    programs: Sequence[Program], topology: Topology, progress: Progress = lambda _: None
+) -> list[Compiled]:
+    """Compiles programs, several at a time, and counts them.
+
+    Raises:
+      RuntimeError: one does not compile, and not because it is larger than a chip.
+    """
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+        # Tracing holds the interpreter and is quick; the compiler does not, and works on about one core a program.
+        under_way = []
+        for program in programs:
+            progress(f"compiling {program.name}")
+            under_way.append(pool.submit(compiled, program.lower(), program.mesh))
+        for number, (program, executable) in enumerate(zip(programs, under_way, strict=True)):
+            found.append(_counted(program, topology, executable))
+            progress(f"compiled {program.name} ({number + 1} of {len(programs)})")
+    return found
+
+
+def _counted(
+    program: Program, topology: Topology, under_way: concurrent.futures.Future[Executable]
+) -> Compiled:
     try:
-        executable = compiled(lowered, program.mesh)
+        executable = under_way.result()
     except jax.errors.JaxRuntimeError as error:
         return _too_large(program, str(error))
     counted = cost(
@@ -411,6 +432,11 @@ def _notes(compiled: list[Compiled], topology: Topology) -> tuple[str, ...]:
             notes.append(
                 f"{c.program.name} waits for the network: {kind.kind} along {' and '.join(kind.axes) or 'no axis'} moves "
                 f"{kind.bytes / 1e9:.2f} GB a chip."
+            )
+        if c.program.least_sent:
+            sent = c.cost.network_bytes("ICI") + c.cost.network_bytes("DCN")
+            notes.append(
+                f"{c.program.name} sends {sent / c.program.least_sent:.2f} times the bytes that its mesh needs at least."
             )
     if topology.slices > 1 and not any(c.cost.network_bytes("DCN") for c in compiled):
         notes.append("nothing crosses between the slices.")

@@ -32,6 +32,7 @@ from jaxrl_llm.objectives import is_trust_region
 from jaxrl_llm.parallel.mesh import batch_shards
 from jaxrl_llm.parallel.offload import HOST_MEMORY
 from jaxrl_llm.parallel.rules import batch_shardings, param_shardings, replicated, state_shardings
+from jaxrl_llm.planning.traffic import least_traffic
 from jaxrl_llm.sampler import decode
 from jaxrl_llm.sampler.attention import attention_path, init_pages, page_sharding
 from jaxrl_llm.sampler.paged_cache import pages_for
@@ -81,6 +82,7 @@ class Program:
     dynamic_trips: float = 1.0  # turns of loops that the data end
     kernel_bytes: float = 0.0  # read by custom kernels that do not say so in the compiled text
     donated: bool = False
+    least_sent: float = 0.0  # bytes that a chip has to send to others, by formula; 0 = not known
 
 
 def workload_of(config: Config, pages: int | None = None) -> Workload:
@@ -287,6 +289,11 @@ def learner_programs(
             useful_flops=3 * of_update,
             gradients=keeps["master weights"],
             donated=True,
+            least_sent=sum(
+                least_traffic(
+                    model, mesh.shape, rows=work.update_rows, tokens=work.row_tokens, micro_rows=rows
+                ).values()
+            ),
         )
     ]
     policies = len(needed & {"logprob_proximal", "logprob_reference"})

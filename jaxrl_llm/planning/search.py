@@ -21,6 +21,7 @@ from jaxrl_llm.planning.chips import Topology, topology_of
 from jaxrl_llm.planning.known import shape_of
 from jaxrl_llm.planning.plan import Plan, make_plan
 from jaxrl_llm.planning.programs import Workload, forward_flops, workload_of
+from jaxrl_llm.planning.traffic import least_traffic
 from jaxrl_llm.sampler.paged_cache import pages_for
 
 __all__ = ["Candidate", "Found", "candidates", "search"]
@@ -123,7 +124,7 @@ def _estimate(
     model: ModelConfig, work: Workload, topology: Topology, sizes: dict[str, int], rows: int
 ) -> Candidate:
     chip, chips = topology.chip, len(topology.devices)
-    data, fsdp, context, tensor = (sizes[axis] for axis in ("data", "fsdp", "context", "tensor"))
+    fsdp, context, tensor = (sizes[axis] for axis in ("fsdp", "context", "tensor"))
     shards = fsdp * context  # of the parameters
     mine = rows // math.prod(sizes[axis] for axis in BATCH_AXES)  # rows of a chip at a time
     turns = -(-work.update_rows // rows)
@@ -131,30 +132,19 @@ def _estimate(
     experts = L * model.mlp_parameters if model.num_experts else 0
     F = model.experts_per_token * model.expert_size if model.num_experts else model.intermediate_size
     weights = (model.num_parameters - experts + experts / sizes["expert"]) / tensor
-    copies = data * (sizes["expert"] if not model.num_experts else 1)
-    # Weights are gathered in 2 bytes for the forward pass and again for the backward pass, gradients summed in 4.
-    over_fsdp = turns * weights * (2 + 2 + 4) * (shards - 1) / shards
-    over_data = 2 * turns * 4 * weights / shards * (copies - 1) / copies
-    # The residual stream is summed twice a layer; forward, recomputed and backward.
-    over_tensor = turns * mine * T / context * D * 2 * L * 6 * 2 * (tensor - 1) / tensor
-    # Keys and values are gathered three times a layer, their gradients summed once.
-    keys = mine * T * model.num_kv_heads / tensor * model.head_dim * 2 * 2
-    over_context = turns * L * keys * 4 * (context - 1) / context
-    # Each token goes to all shards of the experts and comes back as a sum of 4 bytes; forward, recomputed and backward.
-    over_expert = turns * mine * T / context * D * (2 + 4) * L * 3 * (sizes["expert"] - 1)
-    crosses = topology.slices > 1
-    ici = over_fsdp + over_tensor + over_context + over_expert + (0 if crosses else over_data)
+    sent = least_traffic(model, sizes, rows=work.update_rows, tokens=T, micro_rows=rows)
+    dcn = sent.pop("data") if topology.slices > 1 else 0.0
+    ici = sum(sent.values())
     # Layers are computed twice; of a row that is split the device with its end sees nearly all of it.
     products = 4 * forward_flops(model, turns * rows * T, T * (1 - 1 / (2 * context))) / chips
-    seconds = max(
-        products / chip.flops, ici / chip.ici_speed, (over_data if crosses else 0.0) / chip.dcn_speed
-    )
+    seconds = max(products / chip.flops, ici / chip.ici_speed, dcn / chip.dcn_speed)
     state = 16 * weights / shards  # masters, two moments, gradients
     here = mine * T / context
+    keys = mine * T * model.num_kv_heads / tensor * model.head_dim * 2 * 2
     layer = here * (8 * F / tensor + 8 * D) + 2 * keys  # scores stay within the kernels of attention
     head = 12 * D * model.vocab_size / tensor
     held = state + 2 * here * D * L + max(layer, head) + head / 3
-    return Candidate(sizes, rows, seconds, ici + (over_data if crosses else 0.0), held)
+    return Candidate(sizes, rows, seconds, ici + dcn, held)
 
 
 def search(

@@ -105,6 +105,34 @@ def test_a_counter_that_goes_up_by_two_reaches_its_bound_in_half_the_turns(addit
     assert moved.bytes == 4 * 8 * 16 * 4
 
 
+# A gather that goes on beside two fusions: each of them has it, under one channel.
+STEPS = """HloModule steps
+
+%first (p.0: f32[8,16]) -> f32[16,16] {
+  %p.0 = f32[8,16]{1,0} parameter(0)
+  ROOT %all-gather.0 = f32[16,16]{1,0} all-gather(%p.0), channel_id=5, replica_groups={{0,1}}, dimensions={0}
+}
+
+%second (p.1: f32[8,16]) -> f32[16,16] {
+  %p.1 = f32[8,16]{1,0} parameter(0)
+  ROOT %all-gather.1 = f32[16,16]{1,0} all-gather(%p.1), channel_id=5, replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (given: f32[8,16]) -> (f32[16,16], f32[16,16], f32[16,16]) {
+  %given = f32[8,16]{1,0} parameter(0)
+  %one = f32[16,16]{1,0} fusion(%given), kind=kCustom, calls=%first
+  %two = f32[16,16]{1,0} fusion(%given), kind=kCustom, calls=%second
+  %other = f32[16,16]{1,0} all-gather(%given), channel_id=6, replica_groups={{0,1}}, dimensions={0}
+  ROOT %all = (f32[16,16]{1,0}, f32[16,16]{1,0}, f32[16,16]{1,0}) tuple(%one, %two, %other)
+}
+"""
+
+
+def test_a_collective_beside_several_fusions_is_sent_once():
+    (gathered,) = cost(STEPS, {"fsdp": 2}).collectives
+    assert (gathered.count, gathered.bytes) == (2, 2 * 8 * 16 * 4)  # that of channel 5 and that of channel 6
+
+
 def test_memory_of_a_scan_over_stacked_weights_is_that_of_the_slices():
     layers, size = 16, 256
     text = text_of(

@@ -12,13 +12,14 @@ import pytest
 from jaxrl_llm.cli import main
 from jaxrl_llm.config import load_config, parse_config
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.parallel.mesh import make_mesh
+from jaxrl_llm.parallel.mesh import AXES, make_mesh
 from jaxrl_llm.planning.chips import CHIPS, Topology, shape_of_type, topology_of
 from jaxrl_llm.planning.executables import compiled
 from jaxrl_llm.planning.known import shape_of
-from jaxrl_llm.planning.plan import compile_program, make_plan, meshes
+from jaxrl_llm.planning.plan import compile_programs, make_plan, meshes
 from jaxrl_llm.planning.programs import Program, forward_flops, workload_of
 from jaxrl_llm.planning.search import candidates
+from jaxrl_llm.planning.traffic import least_traffic
 from launch.topology import GENERATIONS
 
 
@@ -169,6 +170,26 @@ def test_flops_of_a_forward_pass_are_those_of_its_products():
     assert forward_flops(model, 1, 10) == pytest.approx(exact + 2 * norms)
 
 
+def test_the_least_that_an_update_sends():
+    """8 rows of 16 tokens, 4 at a time, of 2 layers: 36,992 weights each, 64 of the last norm, a head of 128 x 64."""
+    model, one = shape_of("tiny", "float32"), dict.fromkeys(AXES, 1)
+
+    def least(**sizes):
+        found = least_traffic(model, one | sizes, rows=8, tokens=16, micro_rows=4)
+        return {axis: sent for axis, sent in found.items() if sent}
+
+    layers, head = 2 * 36_992 + 64, 128 * 64
+    assert least() == {}
+    # Twice: layers gathered forward and backward in 2 bytes, gradients scattered in 4, and 32 tokens of a chip exchanged for
+    # the embedding, there and back; half of the head gathered once.
+    exchanged = 2 * 32 * 64 * 2 / 2
+    assert least(fsdp=2) == {"fsdp": 2 * (layers * 8 + head * 4) / 2 + head * 2 / 2 + 2 * exchanged}
+    # Twice: 64 tokens summed 5 times a layer, for the embedding and for the head; a sum over 2 chips sends all of it once.
+    assert least(tensor=2) == {"tensor": 2 * 64 * 64 * 2 * (5 * 2 + 2)}
+    # Twice: all gradients, in 4 bytes; embedding and head are one table.
+    assert least(data=2) == {"data": 2 * 4 * (layers + head)}
+
+
 @pytest.mark.parametrize(("chips", "slices"), [(8, 1), (64, 1), (32, 2)])
 def test_the_search_considers_meshes_that_divide_the_model_and_its_rows(chips, slices):
     config = load_config("configs/qwen3_8b_grpo_v5p_64.yaml")
@@ -263,7 +284,7 @@ def refused(message, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
     mesh = make_mesh(fsdp=2)
     program = Program("update", lambda: Lowered(message), mesh, {"master weights": 2**30}, 1, 1e9)
-    return compile_program(program, topology(2))
+    return compile_programs([program], topology(2))[0]
 
 
 def test_a_program_that_alone_is_larger_than_a_chip_says_by_how_much(monkeypatch, tmp_path):
