@@ -34,7 +34,9 @@ def test_lengths_are_those_imposed_and_shares_are_those_of_both_schedules():
 
 
 def test_iterations_are_compared_with_the_synchronous_schedule(monkeypatch):
-    config = load_config("configs/tiny_async.yaml", [*SETTINGS, "schedule.sync_every=4", "schedule.max_age=3"])
+    config = load_config(
+        "configs/tiny_async.yaml", [*SETTINGS, "schedule.sync_every=4", "schedule.max_age=3"]
+    )
     monkeypatch.setattr(schedule, "_measure", lambda measured, *_: plan_name(planned(measured)[0]))
     names = bench_schedule(config, "constant:tokens=4")["schedules"]
     assert names == ["synchronous", "sync_every 4, max_age 3"]
