@@ -299,7 +299,15 @@ class Run(BaseRun):
         if data is None:
             return
         if self.stream is not None:
-            self.stream.restore(StreamState.of(data))
+            state, schedule = StreamState.of(data), self.stream.schedule
+            least = state.least_max_age(self.version, schedule.groups)
+            if least > schedule.max_age:
+                raise InputError(
+                    f"schedule.max_age: the snapshot holds {len(state.open) + len(state.ready)} groups that are sampled ahead; at "
+                    f"{schedule.groups} a train step (rollout.prompts) one of them is trained on when it is {least} train steps "
+                    f"old, and max_age is {schedule.max_age}. Resume with max_age of at least {least}."
+                )
+            self.stream.restore(state)
         elif data["open"] or data["ready"]:
             raise InputError(
                 f"schedule.max_age: the snapshot holds {len(data['open'])} groups under way and {len(data['ready'])} complete "

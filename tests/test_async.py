@@ -146,12 +146,22 @@ def test_schedules_that_are_refused(tmp_path, overrides, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_synchronous_run_does_not_lose_groups_under_way(whole, tmp_path):
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["schedule={max_age: 0}"], "groups under way .* a synchronous run would lose"),
+        (["schedule.max_age=1"], "Resume with max_age of at least [23]"),
+        (["rollout.prompts=1"], "at 1 a train step .rollout.prompts. .* Resume with max_age of at least"),
+    ],
+)
+def test_groups_that_were_sampled_ahead_are_not_lost(whole, tmp_path, overrides, message):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "snapshots" / "6")
-    with pytest.raises(InputError, match="groups under way .* a synchronous run would lose"):
-        train(config(), folder, resume=True, overrides=["schedule={max_age: 0}"])
+    before = (folder / "config.yaml").read_bytes()
+    with pytest.raises(InputError, match=message):
+        train(config(), folder, resume=True, overrides=overrides)
+    assert (folder / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.slow

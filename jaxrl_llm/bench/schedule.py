@@ -169,9 +169,8 @@ def bench_schedule(config: Config, lengths: str, *, updates: int = 8) -> dict[st
     if config.rollout.max_tokens is None:
         raise InputError("bench schedule: give the longest sample, for example --set rollout.max_tokens=128.")
     source = limited(read_lengths(lengths), config.rollout.max_tokens)
-    synchronous = dataclasses.replace(
-        config, schedule=dataclasses.replace(config.schedule, max_age=0, swap="keep", over_generation=0)
-    )
+    together = dataclasses.replace(config.schedule, max_age=0, sync_every=1, swap="keep", over_generation=0)
+    synchronous = dataclasses.replace(config, schedule=together)
     drawn = np.array([source(seed)(1)[0] for seed in range(4096)])
     return {
         "lengths": summary(lambda _: lambda n: drawn[:n], 0, len(drawn)),

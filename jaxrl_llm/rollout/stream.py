@@ -497,6 +497,19 @@ class StreamState:
         default_factory=list
     )  # uninformative groups of the next batch
 
+    def least_max_age(self, version: int, groups: int) -> int:
+        """The smallest `Schedule.max_age` with which the train steps from `version` on, of so many groups, consume it in time.
+
+        The oldest groups come first; one that has no token yet gets its first under the weights of `version`.
+        """
+        begun: dict[int, list[int]] = {number: [version] for number, _, _ in self.open}
+        for number, _, done in self.open:
+            begun[number] += [int(c.versions.min()) for c in done if len(c.versions)]
+        for number, _, row in self.rows:
+            begun[number] += row.so_far.versions.tolist()
+        oldest = sorted([*map(min, begun.values()), *(group.oldest for group in self.ready)])
+        return max((version + i // groups - age for i, age in enumerate(oldest)), default=0)
+
     def as_data(self) -> dict[str, Any]:
         """JSON values; the prompt of a group is in them once."""
         prompts = {number: prompt for number, prompt, _ in self.open}

@@ -2,9 +2,12 @@
 
 import pytest
 
+from jaxrl_llm.bench import schedule
 from jaxrl_llm.bench.schedule import bench_schedule, describe
 from jaxrl_llm.config import load_config
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.planning.recorded import planned
+from jaxrl_llm.planning.study import plan_name
 
 SETTINGS = ("rollout.prompts=2", "rollout.group_size=4", "rollout.max_tokens=24", "mesh.sampler=1")
 
@@ -28,6 +31,15 @@ def test_lengths_are_those_imposed_and_shares_are_those_of_both_schedules():
     # The two take turns: what one does the other waits for.
     assert synchronous["slots_idle"] + synchronous["learner_idle"] >= 1
     assert "chips idle" in describe(result)
+
+
+def test_iterations_are_compared_with_the_synchronous_schedule(monkeypatch):
+    config = load_config(
+        "configs/tiny_async.yaml", [*SETTINGS, "schedule.sync_every=4", "schedule.max_age=3"]
+    )
+    monkeypatch.setattr(schedule, "_measure", lambda measured, *_: plan_name(planned(measured)[0]))
+    names = bench_schedule(config, "constant:tokens=4")["schedules"]
+    assert names == ["synchronous", "sync_every 4, max_age 3"]
 
 
 @pytest.mark.parametrize(

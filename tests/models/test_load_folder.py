@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import TINY, RopeScaling
+from jaxrl_llm.models.formats import directory
 from jaxrl_llm.models.formats.llama import config_from_hf
 from jaxrl_llm.models.load import load_model
 from jaxrl_llm.models.params import init_params, parameter_specs
@@ -183,9 +184,13 @@ def test_a_folder_is_read_onto_a_mesh_leaf_by_leaf(hf_folder, monkeypatch):
     _assert_same(found.params, expected.params)
 
 
-def test_a_mesh_that_does_not_divide_the_model_is_refused(hf_folder):
+def test_a_mesh_that_does_not_divide_the_model_is_refused(hf_folder, monkeypatch):
+    """Before a byte of the weights is read, also for their digest."""
+    read = []
+    monkeypatch.setattr(directory, "file_digest", read.append)
     with pytest.raises(InputError, match=r"^mesh: .*3"):
         load_model(hf_folder(), mesh=make_mesh(tensor=3, devices=jax.devices()[:3]))
+    assert not read
 
 
 def _shard(folder):

@@ -173,6 +173,26 @@ def test_a_stream_that_is_saved_goes_on_as_the_one_that_was_not_stopped(weights,
     assert first.ticks == second.ticks
 
 
+@pytest.mark.parametrize("changes", [{"max_age": 3}, {"max_age": 4, "sync_every": 3}], ids=str)
+def test_what_a_state_holds_is_consumed_in_time_with_the_max_age_that_it_needs(weights, changes):
+    source, needed = Prompts(), []
+    of = stream(source, plan(**changes))
+    for version in range(1, 5):
+        of.next_batch(weights(version - 1), version - 1)
+        state = of.state()
+        needed.append(state.least_max_age(version, GROUPS))
+    assert 1 < max(needed) <= changes["max_age"]  # its own is always enough
+
+    def goes_on(max_age):
+        second = stream(Prompts(source.cursor), plan(max_age=max_age))
+        second.restore(state)
+        batches(second, weights, 3, start=4)
+
+    goes_on(needed[-1])
+    with pytest.raises(RuntimeError, match="beyond max_age|nothing to wait for"):
+        goes_on(needed[-1] - 1)
+
+
 @pytest.mark.parametrize("swap", ["keep", "drain"])
 def test_ahead_no_batch_waits_and_none_is_too_old(weights, swap):
     of = stream(Prompts(), plan(ahead=True, swap=swap))

@@ -242,6 +242,7 @@ def load_directory(
         if field in raw:
             _LOG.info("%s: %s names code; it is not imported, the built-in model is used.", folder, field)
     config = read_config(folder, dtype)
+    placed = None if shardings is None else shardings(config)  # before anything large is read
     tokenizer = Tokenizer.from_directory(folder, eos_ids=config.eos_ids, pad_id=config.pad_id)
     if tokenizer is not None:
         if tokenizer.vocab_size > config.vocab_size:
@@ -271,6 +272,6 @@ def load_directory(
             )
         slots = tensor_slots(config)
         _check_names(str(folder), tensors, slots)
-        params = _fill(str(folder), tensors, slots, config, None if shardings is None else shardings(config))
+        params = _fill(str(folder), tensors, slots, config, placed)
         digest = combined_digest({n: known[n] if h is None else h.result() for n, h in hashes.items()})
     return Loaded(config, params, tokenizer, digest)
