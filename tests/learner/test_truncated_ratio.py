@@ -143,6 +143,7 @@ def test_the_first_update_has_ratios_of_1():
     assert gap(proximal, packed()).max() <= 2e-5
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_scores_the_same():
     batch = packed()
     assert batch.shape[0] % 8  # rows of padding are added

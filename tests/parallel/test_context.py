@@ -90,7 +90,7 @@ def one_device():
 @pytest.mark.parametrize(
     ("sizes", "config"),
     [
-        pytest.param({"context": 2, "fsdp": 2, "tensor": 2}, TINY, id="2x2x2"),
+        pytest.param({"context": 2, "fsdp": 2, "tensor": 2}, TINY, id="2x2x2", marks=pytest.mark.slow),
         pytest.param({"context": 4, "fsdp": 2}, TINY, id="4x2", marks=pytest.mark.slow),
         # 2 key/value heads do not divide over 4 devices.
         pytest.param({"context": 2, "tensor": 4}, TINY, id="2xtensor4", marks=pytest.mark.slow),
